@@ -1,1 +1,1 @@
-"""Programs that compare tfdist with its peers in one run; see README.md in this folder."""
+"""Programs that compare tfdist with its peers on one machine; see README.md in this folder."""

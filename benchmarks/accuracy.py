@@ -1,4 +1,4 @@
-"""Test accuracy on Fashion-MNIST with tfdist `custom`: 10 epochs on the 60,000 training examples, mean of the seeds.
+"""Test accuracy on Fashion-MNIST with tfdist `custom`: 10 epochs on the 60,000 training examples, mean over seeds.
 
 Adam at 1e-3, float32 pixels in [0, 1]. `--repeats` is the number of seeds.
 Example: `python -m benchmarks.accuracy --only mlp`
@@ -35,15 +35,15 @@ def train(job: race.Job, turns: race.Turns) -> None:
 
 def accuracies(job: race.Job, seeds: int) -> list[float]:
     """The test accuracy of each seed, each in a separate process."""
-    found = []
+    results = []
     for seed in range(seeds):
         worker = race.Worker(job.model, CONTESTANTS[job.model], dataclasses.replace(job, seed=seed))
         answer = worker.turn()
         worker.close()
         assert answer["steps"] == job.steps * job.epochs
-        found.append(float(answer["note"]))
-        print(f"{job.model} seed {seed}: {found[-1]:.4f} in {answer['seconds']:.1f} s", flush=True)
-    return found
+        results.append(float(answer["note"]))
+        print(f"{job.model} seed {seed}: {results[-1]:.4f} in {answer['seconds']:.1f} s", flush=True)
+    return results
 
 
 def main() -> None:
@@ -57,12 +57,12 @@ def main() -> None:
             return
         for model in models:
             job = race.Job(model, BATCH_SIZE[model], 60_000, epochs=arguments.epochs, data=folder)
-            found = accuracies(job, arguments.repeats)
-            mean = statistics.mean(found)
-            spread = f"{min(found):.4f} to {max(found):.4f}"
+            results = accuracies(job, arguments.repeats)
+            mean = statistics.mean(results)
+            spread = f"{min(results):.4f} to {max(results):.4f}"
             reached = race.verdict(mean >= TARGET[model])
             print(
-                f"{model}: test accuracy, mean of {len(found)} seeds {mean:.4f} ({spread}), "
+                f"{model}: test accuracy, mean of {len(results)} seeds {mean:.4f} ({spread}), "
                 f"target {TARGET[model]} {reached}"
             )
 

@@ -1,7 +1,7 @@
-"""How far the cost model of `tfdist advise` is from a job of two processes of `multiworker`, measured in turns.
+"""The error of the cost model of `tfdist advise` for a job of two processes of `multiworker`, measured in turns.
 
-Each round measures what the prediction is made of (steps of two processes side by side, the link between them) and then
-the job, so that other work on the machine affects both. The ratio is measured / predicted seconds of a step.
+Each round measures the inputs of the prediction (steps of two simultaneous processes and the link between them) and
+then the job, so that other work on the machine affects both. The ratio is measured / predicted seconds per step.
 Example: `python -m benchmarks.advice --model cnn --dataset fashion_mnist --batch-size 128 --steps 100`
 """
 
@@ -25,7 +25,7 @@ from tfdist.study.plan import as_options
 
 
 def wide(spec: Any) -> keras.Model:
-    """6.6 million parameters: with small batches, their exchange takes longer than the computation."""
+    """A model with 6.6 million parameters, whose exchange takes longer than the computation with small batches."""
     units = [keras.layers.Dense(count, "relu") for count in (2048, 2048, 1024)]
     return keras.Sequential([keras.Input(spec.input_shape), keras.layers.Flatten(), *units, keras.layers.Dense(10)])
 
@@ -36,20 +36,20 @@ def main() -> None:
     parser.add_argument("--dataset", default="digits")
     parser.add_argument("--optimizer", default="sgd")
     parser.add_argument("--batch-size", type=int, default=8)
-    parser.add_argument("--steps", type=int, default=60, help="of an epoch")
+    parser.add_argument("--steps", type=int, default=60, help="steps per epoch")
     parser.add_argument("--repeats", type=int, default=4, help="rounds")
     arguments = parser.parse_args()
     options = {name: getattr(arguments, name) for name in ("model", "dataset", "optimizer")}
     steps, size = arguments.steps, arguments.batch_size
     predicted: dict[object, float] = {}
-    found: dict[object, float] = {}
+    actual: dict[object, float] = {}
     with tempfile.TemporaryDirectory() as folder:
         for number in range(arguments.repeats):
-            of_round = Path(folder) / str(number)
-            predicted[number] = prediction(options, size, steps, of_round / "alone")
-            found[number] = job(options, size, steps, of_round / "job")
-            print(f"{1e3 * predicted[number]:.2f} ms predicted, {1e3 * found[number]:.2f} ms measured", flush=True)
-    ratio = ratios.of_rounds(found, predicted)
+            round_folder = Path(folder) / str(number)
+            predicted[number] = prediction(options, size, steps, round_folder / "alone")
+            actual[number] = job(options, size, steps, round_folder / "job")
+            print(f"{1e3 * predicted[number]:.2f} ms predicted, {1e3 * actual[number]:.2f} ms measured", flush=True)
+    ratio = ratios.of_rounds(actual, predicted)
     assert ratio is not None
     print(
         f"measured / predicted {ratio.median:.2f} ({ratio.low or ratio.median:.2f} to {ratio.high or ratio.median:.2f})"
@@ -57,7 +57,7 @@ def main() -> None:
 
 
 def prediction(options: dict[str, object], size: int, steps: int, folder: Path) -> float:
-    """Seconds of a step, as `tfdist advise` finds them: c(half a batch), and an all-reduce of the gradients."""
+    """Predicts the seconds per step like `tfdist advise`: the computation of half a batch, and an all-reduce."""
     work = measured.Work(options, size, sys.maxsize, tuple(sorted(os.sched_getaffinity(0))), steps)
     records = measured._side_by_side(work, size // 2, 2, folder)
     seconds = [epoch.step_seconds for record in records for epoch in record.epochs[1:] if epoch.step_seconds]
@@ -68,10 +68,10 @@ def prediction(options: dict[str, object], size: int, steps: int, folder: Path) 
 
 
 def job(options: dict[str, object], size: int, steps: int, folder: Path) -> float:
-    """Seconds of a step of two processes."""
-    more = {"batch_size": size, "limit": steps * size, "epochs": measured.EPOCHS, "run_dir": folder}
+    """Measures the seconds per step of a job of two processes."""
+    job_options = {"batch_size": size, "limit": steps * size, "epochs": measured.EPOCHS, "run_dir": folder}
     command = [sys.executable, "-m", "tfdist.train", "--strategy", "multiworker", "--workers", "2", "--quiet"]
-    subprocess.run([*command, *as_options({**options, **more})], check=True, stdout=subprocess.DEVNULL)
+    subprocess.run([*command, *as_options({**options, **job_options})], check=True, stdout=subprocess.DEVNULL)
     epochs = load_record(folder).epochs[1:]
     return statistics.median(epoch.train_seconds / steps for epoch in epochs if epoch.train_seconds)
 

@@ -1,7 +1,7 @@
-"""How long `mpi_split` takes to average a model's weights and slots over two processes, by the size of its layers.
+"""The time that `mpi_split` takes to average a model's weights and slots over two processes, by layer size.
 
-The processes of a job average the same model again and again; the time is that of the process that takes longest. The
-exchanges alone are the sums of arrays of the same sizes. `--before FOLDER` measures another checkout too, in turns.
+The processes of a job average the same model repeatedly; the time is that of the slowest process. The exchanges alone
+are all-reduces of arrays of the same sizes. `--before FOLDER` also measures another checkout, in turns.
 Example: `python -m benchmarks.averaging --before ../main`
 """
 
@@ -17,14 +17,14 @@ import tempfile
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
-# Weights of one layer; Adam has two slots for each.
+# The number of weights per layer; Adam has two slots per weight.
 MODELS = {"one layer of 64 MiB": [16 << 20], "64 layers of 1 MiB": [256 << 10] * 64, "mlp, 0.4 MB": [100_000, 1_000]}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--repeats", type=int, default=5, help="jobs of each checkout")
-    parser.add_argument("--averagings", type=int, default=10, help="of each model in a job")
+    parser.add_argument("--repeats", type=int, default=5, help="jobs per checkout")
+    parser.add_argument("--averagings", type=int, default=10, help="averagings per model and job")
     parser.add_argument("--before", metavar="FOLDER", help="another checkout of the project")
     parser.add_argument("--process", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
@@ -32,21 +32,21 @@ def main() -> None:
         measure(arguments.averagings)
         return
     trees = {"now": ROOT} | ({"before": Path(arguments.before).resolve()} if arguments.before else {})
-    found: dict[str, list[dict[str, list[float]]]] = {name: [] for name in trees}
+    results: dict[str, list[dict[str, list[float]]]] = {name: [] for name in trees}
     for number in range(arguments.repeats):
         for name, tree in list(trees.items())[:: 1 if number % 2 else -1]:
-            found[name].append(job(tree, arguments.averagings))
+            results[name].append(job(tree, arguments.averagings))
     for model in MODELS:
-        for name, runs in found.items():
+        for name, runs in results.items():
             whole, exchanges = (statistics.median(run[model][index] for run in runs) for index in (0, 1))
             print(f"{model:20} {name:7} {1e3 * whole:8.1f} ms, exchanges alone {1e3 * exchanges:8.1f} ms", flush=True)
-        if len(found) == 2:
-            ratios = [now[model][0] / before[model][0] for now, before in zip(*found.values(), strict=True)]
+        if len(results) == 2:
+            ratios = [now[model][0] / before[model][0] for now, before in zip(*results.values(), strict=True)]
             print(f"{model:20} now / before, by pair of jobs: {' '.join(f'{ratio:.2f}' for ratio in sorted(ratios))}")
 
 
 def job(tree: Path, averagings: int) -> dict[str, list[float]]:
-    """The seconds of an averaging, and of its exchanges alone, of each model: medians, with the package of `tree`."""
+    """The median seconds of an averaging and of its exchanges alone, per model, with the package of `tree`."""
     script = [str(Path(__file__).resolve()), "--process", "--averagings", str(averagings)]
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-m", "tfdist.launch", "--mpi", "--workers", "2", "--log-dir", "logs", *script]
@@ -56,7 +56,7 @@ def job(tree: Path, averagings: int) -> dict[str, list[float]]:
 
 
 def measure(averagings: int) -> None:
-    """The measurement in one process; rank 0 prints it."""
+    """Runs the measurement in one process of the job; rank 0 prints it."""
     import time
 
     import keras
@@ -68,7 +68,7 @@ def measure(averagings: int) -> None:
 
     strategy = tfdist.strategy("mpi_split", seed=1)
     group = strategy.group
-    tf.get_logger().setLevel("ERROR")  # it warns of each model's own graphs
+    tf.get_logger().setLevel("ERROR")  # TensorFlow warns that each model traces new graphs
 
     def slowest(function) -> float:  # type: ignore[no-untyped-def]
         seconds = []
@@ -80,7 +80,7 @@ def measure(averagings: int) -> None:
             seconds.append(time.perf_counter() - began)
         return statistics.median(seconds)
 
-    found = {}
+    results = {}
     for name, sizes in MODELS.items():
         layers = [keras.layers.Dense(size // 8, use_bias=False) for size in sizes]
         inputs = keras.Input((8,))
@@ -95,9 +95,9 @@ def measure(averagings: int) -> None:
             averages.take()
 
         average()  # traces the graphs
-        found[name] = [slowest(average), slowest(lambda arrays=arrays: list(map(group.sum_in_place, arrays)))]
+        results[name] = [slowest(average), slowest(lambda arrays=arrays: list(map(group.sum_in_place, arrays)))]
     if group.rank == 0:
-        print(json.dumps(found), flush=True)
+        print(json.dumps(results), flush=True)
 
 
 if __name__ == "__main__":

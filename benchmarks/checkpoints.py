@@ -1,8 +1,8 @@
-"""What a checkpoint of a large state costs: how long it stops the training, how long it is written, how much memory.
+"""The cost of a checkpoint of a large state: the pause of training, the time until it is written, and memory.
 
-A job of two processes trains one dense layer, saves twice and ends; then it is started again and resumes. The memory is
-that of a process over its weights and slots: while it starts and joins, up to the first step, and while the checkpoint
-is taken and written. `--before FOLDER` measures another checkout of the project too, in turns.
+A job of two processes trains one dense layer, saves twice and ends; then it is started again and resumes. The memory of
+a process is given relative to its weights and slots: from the start to the first step, and while a checkpoint is copied
+and written. `--before FOLDER` also measures another checkout of the project, in turns.
 Example: `python -m benchmarks.checkpoints --before ../main`
 """
 
@@ -22,7 +22,7 @@ from typing import Any
 ROOT = Path(__file__).parent.parent
 GIB = 2**30
 BATCH_SIZE, STEPS = 4, 4
-# The largest layer is a part of the state: one of three with Adam, and all of it with SGD and one layer.
+# Values per weight in the state: Adam has two slots per weight, SGD has none.
 OPTIMIZERS = {"adam": 3, "sgd": 1}
 
 
@@ -32,14 +32,14 @@ def main() -> None:
         train(arguments)
         return
     trees = {"now": ROOT} | ({"before": Path(arguments.before).resolve()} if arguments.before else {})
-    found: dict[str, list[dict[str, Any]]] = {name: [] for name in trees}
+    results: dict[str, list[dict[str, Any]]] = {name: [] for name in trees}
     for _ in range(arguments.repeats):
         for name, tree in trees.items():
             with tempfile.TemporaryDirectory(dir=arguments.scratch) as folder:
                 for phase in ("start", "resume"):
                     start(tree, Path(folder), phase, sys.argv[1:])
-                found[name].append({path.stem: json.loads(path.read_text()) for path in Path(folder).glob("*.json")})
-    for name, runs in found.items():
+                results[name].append({path.stem: json.loads(path.read_text()) for path in Path(folder).glob("*.json")})
+    for name, runs in results.items():
         report(name, runs)
 
 
@@ -48,28 +48,28 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--parameters", type=float, default=85e6, help="number of weights (default 85e6: 1 GB with Adam)"
     )
-    parser.add_argument("--layers", type=int, default=1, help="number of layers that share them")
+    parser.add_argument("--layers", type=int, default=1, help="number of layers with these weights")
     parser.add_argument("--optimizer", choices=OPTIMIZERS, default="adam")
-    parser.add_argument("--dtype", default="float32", help="of the weights")
+    parser.add_argument("--dtype", default="float32", help="dtype of the weights")
     parser.add_argument("--strategy", default="multiworker")
     parser.add_argument("--repeats", type=int, default=1)
     parser.add_argument("--before", metavar="FOLDER", help="another checkout of the project")
-    parser.add_argument("--scratch", metavar="FOLDER", help="where the checkpoints are written")
+    parser.add_argument("--scratch", metavar="FOLDER", help="folder for the checkpoints")
     parser.add_argument("--folder", help=argparse.SUPPRESS)
     parser.add_argument("--phase", help=argparse.SUPPRESS)
     return parser
 
 
-def start(tree: Path, folder: Path, phase: str, given: list[str]) -> None:
+def start(tree: Path, folder: Path, phase: str, options: list[str]) -> None:
     """Runs a job with the package of `tree`."""
-    script = [str(Path(__file__).resolve()), *given, "--folder", str(folder), "--phase", phase]
+    script = [str(Path(__file__).resolve()), *options, "--folder", str(folder), "--phase", phase]
     command = [sys.executable, "-m", "tfdist.launch", "--workers", "2", "--log-dir", str(folder / "logs"), *script]
     environment = os.environ | {"PYTHONPATH": str(tree), "TF_CPP_MIN_LOG_LEVEL": "3"}
     subprocess.run(command, env=environment, cwd=folder, check=True, stdout=subprocess.DEVNULL)
 
 
 def train(arguments: argparse.Namespace) -> None:
-    """One process of the job: trains, and leaves its numbers in the folder."""
+    """Trains in one process of the job, and writes its numbers to the folder."""
     import keras
     import numpy as np
 
@@ -84,20 +84,20 @@ def train(arguments: argparse.Namespace) -> None:
     state = width * width * arguments.layers * OPTIMIZERS[arguments.optimizer] * weight_bytes
 
     class Timed(Checkpoint):
-        """Notes how long the training stops, how long the file takes, and the memory meanwhile."""
+        """Measures the pause of training, the time until the file is written, and the memory meanwhile."""
 
         def save_within_epoch(self, logs: dict[str, Any]) -> None:
             before, began, step = reset_peak(), time.perf_counter(), self.step
             super().save_within_epoch(logs)
             stopped = time.perf_counter() - began
             if step % 2 == 0 and step < STEPS + 2:
-                saved = self.saved  # waits
+                saved = self.saved  # waits for the writer
                 numbers["stops, s"], numbers["written, s"] = stopped, time.perf_counter() - began
                 numbers["save"] = (peak() - before) / state
                 numbers["written"] = bool(saved)
 
     class Begun(keras.callbacks.Callback):
-        """The variables are shared, and no step has run."""
+        """Measures the time and memory until the first step."""
 
         def on_train_begin(self, logs: Any = None) -> None:
             numbers["seconds to share"] = time.perf_counter()
@@ -123,14 +123,14 @@ def train(arguments: argparse.Namespace) -> None:
 
 
 def reset_peak() -> int:
-    """Forgets the peak of this process' memory, and returns what it has now, in bytes."""
+    """Resets the peak memory of this process, and returns its current memory, in bytes."""
     with contextlib.suppress(OSError):
         Path("/proc/self/clear_refs").write_text("5")
     return _status("VmRSS")
 
 
 def peak() -> int:
-    """The peak of this process' memory since it was reset, in bytes."""
+    """The peak memory of this process since the last reset, in bytes."""
     return _status("VmHWM")
 
 
@@ -140,19 +140,19 @@ def _status(name: str) -> int:
 
 
 def report(name: str, runs: list[dict[str, Any]]) -> None:
-    """Prints the numbers of all runs of one checkout, the smallest first."""
+    """Prints the numbers of all runs of one checkout in ascending order."""
     first = runs[0]["start 0"]
     print(f"\n{name}: {first['state, GB']:.2f} GB of weights and slots in each of 2 processes\n")
     rows = {
-        "the training stops for, s": ("start 0", "stops, s"),
-        "from there until the file is whole, s": ("start 0", "written, s"),
-        "memory of the chief added meanwhile, over its state": ("start 0", "save"),
-        "memory of the other one added meanwhile": ("start 1", "save"),
-        "peak of the chief when it starts, over its state": ("start 0", "join"),
-        "peak of the other one when it starts": ("start 1", "join"),
+        "pause of training, s": ("start 0", "stops, s"),
+        "from the start of the pause until it is written, s": ("start 0", "written, s"),
+        "memory added to the chief meanwhile / its state": ("start 0", "save"),
+        "memory added to the other process meanwhile": ("start 1", "save"),
+        "peak of the chief when it starts / its state": ("start 0", "join"),
+        "peak of the other process when it starts": ("start 1", "join"),
         "peak of the chief when it resumes": ("resume 0", "join"),
-        "peak of the other one when it resumes": ("resume 1", "join"),
-        "seconds to read the checkpoint and share it": ("resume 0", "seconds to share"),
+        "peak of the other process when it resumes": ("resume 1", "join"),
+        "time to read and broadcast the checkpoint, s": ("resume 0", "seconds to share"),
     }
     for text, (job, key) in rows.items():
         values = sorted(run[job][key] for run in runs)

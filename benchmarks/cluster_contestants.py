@@ -1,7 +1,7 @@
-"""Contestants with several processes, each pinned to its own core, with one thread that computes.
+"""Contestants with several processes, each pinned to its own core, with one compute thread.
 
-The process that takes part in the race is the first one of its job, and starts the others, which run the same function
-with turns that do not wait.
+The process that takes part in the race is the first process of its job. It starts the others, which run the same
+function with turns that do not wait.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from benchmarks.race import Job, Turns
 from tfdist import startup
 
 RANK = "TFDIST_BENCHMARK_RANK"
-STEPS_OF_A_CALL = 50
+STEPS_PER_CALL = 50
 
 
 class NoTurns:
-    """The turns of a process that follows the first one."""
+    """The turns of a process other than the first of its job."""
 
     note = ""
 
@@ -88,8 +88,8 @@ def raw_multiworker(job: Job, turns: Turns) -> None:
     for _ in range(job.epochs):
         turns.begin(model.optimizer.iterations.numpy())
         model.reset_metrics()
-        for begin in range(0, job.steps, STEPS_OF_A_CALL):
-            run(batches, tf.constant(min(STEPS_OF_A_CALL, job.steps - begin)))
+        for begin in range(0, job.steps, STEPS_PER_CALL):
+            run(batches, tf.constant(min(STEPS_PER_CALL, job.steps - begin)))
         with strategy.scope():
             loss = float(model.get_metrics_result()["loss"])
         turns.end(loss, model.optimizer.iterations.numpy())
@@ -194,7 +194,7 @@ def coordinator_by_hand(job: Job, turns: Turns) -> None:
 
 
 def _join(function: Callable[..., None], job: Job, counts: dict[str, int]) -> int:
-    """Makes this process one of a job: the first one starts the others. Returns its rank, which is also its core."""
+    """Makes this process part of a job, whose first process starts the others; returns its rank, also its core."""
     if RANK in os.environ:
         return _pin(int(os.environ[RANK]))
     roles = [(role, index) for role, count in counts.items() for index in range(count)]
@@ -213,21 +213,21 @@ def _join(function: Callable[..., None], job: Job, counts: dict[str, int]) -> in
 
 def _follow(function: Callable[..., None], job: Job, environment: dict[str, str]) -> None:
     arguments = [sys.executable, "-m", __name__, function.__name__, json.dumps(dataclasses.asdict(job))]
-    other = subprocess.Popen(arguments, env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
-    atexit.register(other.kill)
+    process = subprocess.Popen(arguments, env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
+    atexit.register(process.kill)
 
 
 def _pin(rank: int) -> int:
-    # Starts with the last core, because on many machines the first one also serves devices.
+    # Starts with the last core, because on many machines the first core also handles interrupts of devices.
     cores = os.cpu_count() or 1
     os.sched_setaffinity(0, {cores - 1 - rank % cores})
     return rank
 
 
 def _free_ports(count: int) -> list[int]:
-    held = [socket.create_server(("localhost", 0)) for _ in range(count)]
-    ports = [listener.getsockname()[1] for listener in held]
-    for listener in held:
+    listeners = [socket.create_server(("localhost", 0)) for _ in range(count)]
+    ports = [listener.getsockname()[1] for listener in listeners]
+    for listener in listeners:
         listener.close()
     return ports
 
@@ -237,7 +237,7 @@ def _one_thread() -> None:
 
 
 def _as_launched() -> None:
-    """Sets one thread that computes, for tfdist, with the environment that its launcher prepares."""
+    """Sets one compute thread, and prepares the imports as tfdist's launcher does."""
     startup.prepare_imports()
     _one_thread()
 

@@ -1,8 +1,7 @@
-"""The contestants: each function trains a model as people usually write it, one epoch per turn.
+"""The contestants: each function trains a model in a usual way, one epoch per turn.
 
-All get the same arrays, Adam at 1e-3 and Keras' sparse cross-entropy on logits, and compute loss and
-accuracy. A contestant tries its settings (thread counts, steps per call) before its first turn, on a model that is then
-thrown away.
+All use the same arrays, Adam at 1e-3 and Keras' sparse cross-entropy on logits, and compute loss and accuracy. A
+contestant tunes its settings (thread counts, steps per call) before its first turn, on a model that is then discarded.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ def fit_tuned(job: Job, turns: Turns) -> None:
 
 
 def fit_tuned_1_thread(job: Job, turns: Turns) -> None:
-    """`fit_tuned` with one thread inside an operation and two between them, which is faster for small models."""
+    """`fit_tuned` with one thread per operation and two operations in parallel, which is faster for small models."""
     _threads(intra=1, inter=2)
     fit_tuned(job, turns)
 
@@ -71,7 +70,7 @@ def function_loop(job: Job, turns: Turns) -> None:
 
 
 def function_loop_1_thread(job: Job, turns: Turns) -> None:
-    """`function_loop` with one thread inside an operation and two between them."""
+    """`function_loop` with one thread per operation and two operations in parallel."""
     _threads(intra=1, inter=2)
     function_loop(job, turns)
 
@@ -150,7 +149,7 @@ def torch_loop(job: Job, turns: Turns) -> None:
 
 
 def torch_loop_all_threads(job: Job, turns: Turns) -> None:
-    """`torch_loop` on all threads; which of the two is faster depends on the load of the machine."""
+    """`torch_loop` on all threads; which one is faster depends on the load of the machine."""
     import torch
 
     _torch(job, turns, threads=torch.get_num_threads())
@@ -171,7 +170,7 @@ def _torch(job: Job, turns: Turns, threads: int) -> None:
 
 
 def _torch_epoch(job: Job, x: Any, y: Any) -> Callable[[], tuple[float, int]]:
-    """A function that trains one epoch and returns its loss and the optimizer's steps so far."""
+    """Returns a function that trains one epoch and returns its loss and the optimizer's number of steps so far."""
     import torch
     from torch import nn
 
@@ -211,7 +210,7 @@ def _dataset(job: Job) -> Any:
     import tensorflow as tf
 
     dataset = tf.data.Dataset.from_tensor_slices(_arrays(job)).shuffle(job.examples, seed=job.seed)
-    even = job.examples % job.batch_size == 0  # then nothing is dropped, and static shapes make a faster graph
+    even = job.examples % job.batch_size == 0  # then nothing is dropped, and static shapes make the graph faster
     return dataset.batch(job.batch_size, drop_remainder=even).prefetch(tf.data.AUTOTUNE)
 
 
@@ -260,10 +259,10 @@ def _fastest(options: Iterable[int], seconds: Callable[[int], float]) -> int:
 
 
 def _epoch_seconds(model: Any, dataset: Any) -> float:
-    """The best of two epochs, after one that traces."""
-    found = []
+    """The seconds of the faster of two epochs, after an epoch that traces."""
+    seconds = []
     for _ in range(3):
         started = time.perf_counter()
         model.fit(dataset, verbose=0)
-        found.append(time.perf_counter() - started)
-    return min(found[1:])
+        seconds.append(time.perf_counter() - started)
+    return min(seconds[1:])

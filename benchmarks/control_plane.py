@@ -1,8 +1,8 @@
-"""Rendezvous and heartbeat with thousands of simulated processes: seconds to start, and to notice failures.
+"""Rendezvous and heartbeat with thousands of simulated processes: seconds to start and to detect failures.
 
-Threads in a few operating-system processes stand for the processes of a job. They run tfdist's own code over real
-connections of this machine; there is no TensorFlow. A simulated process is killed by closing its connections, and
-stopped by a thread that sleeps. All of them share the cores of this machine, while those of a real job have their own.
+Threads in a few operating-system processes simulate the processes of a job. They run tfdist's code over real
+connections on this machine, without TensorFlow. A simulated process is killed by closing its connections, and stopped
+by letting its thread sleep. All of them share the cores of this machine, unlike the processes of a real job.
 
 Example: `python -m benchmarks.control_plane --processes 64 512 4096`
 """
@@ -35,11 +35,11 @@ from tfdist.jobs.world import World
 SETTINGS = {"TensorFlow": "2.21.0", "Keras": "3.15.1"}
 SILENT_SECONDS = 10.0
 START_SECONDS = 300.0
-WINDOW_SECONDS = 10.0  # in which bytes are counted
-LONGEST_SECONDS = 120.0  # from a failure until it is named
+WINDOW_SECONDS = 10.0  # the time in which bytes are counted
+LONGEST_SECONDS = 120.0  # from a failure until it is reported
 MANY = 64
-DESCRIPTORS_EACH = 8  # of a simulated process, at most, beside the chief's connections
-FIRST_PORT = 12_000  # below the ports that the system gives to connections
+DESCRIPTORS_EACH = 8  # maximum per simulated process, without the chief's connections
+FIRST_PORT = 12_000  # below the ephemeral ports
 
 
 @dataclass
@@ -48,8 +48,8 @@ class Host:
 
     Args:
         tasks: all processes of the job.
-        ranks: those that are simulated here.
-        pipe: to the program that controls all of these.
+        ranks: the ranks that are simulated here.
+        pipe: the pipe to the controlling program.
     """
 
     tasks: tuple[Task, ...]
@@ -63,22 +63,22 @@ class Host:
 
     def __post_init__(self) -> None:
         self.lock = threading.Lock()
-        self.at_work = contextlib.ExitStack()  # which is never left
+        self.at_work = contextlib.ExitStack()  # which is never exited
         self.met: dict[int, float] = {}
-        self.said: dict[int, bytes] = {}
-        self.all_said: list[bytes] = []
-        self.all_have_said = threading.Event()
+        self.messages: dict[int, bytes] = {}
+        self.all_messages: list[bytes] = []
+        self.exchanged = threading.Event()
 
     def start(self) -> None:
-        """Starts the simulated processes; returns when all of them are in the job."""
+        """Starts the simulated processes, and returns when all of them have joined the job."""
         threads = [threading.Thread(target=self.run, args=(rank,)) for rank in self.ranks]
         for thread in threads:
             thread.start()
-        while len(self.said) < len(self.ranks):
+        while len(self.messages) < len(self.ranks):
             time.sleep(0.01)
-        self.pipe.send(self.said)
-        self.all_said = self.pipe.recv()
-        self.all_have_said.set()
+        self.pipe.send(self.messages)
+        self.all_messages = self.pipe.recv()
+        self.exchanged.set()
         for thread in threads:
             thread.join()
 
@@ -91,9 +91,9 @@ class Host:
 
         def exchange(message: bytes) -> list[bytes]:
             with self.lock:
-                self.said[rank] = message
-            self.all_have_said.wait()
-            return self.all_said
+                self.messages[rank] = message
+            self.exchanged.wait()
+            return self.all_messages
 
         def counts() -> tuple[int, int]:
             while rank in self.stopped:
@@ -108,28 +108,28 @@ class Host:
         self.heartbeats[rank] = Heartbeat(world, exchange, counts, Limits(SILENT_SECONDS), give_up)
 
     def wait_until_all_know_all(self) -> float:
-        """The time when each process has heard of all others."""
-        while any(one._tree.whole.processes < len(self.tasks) for one in self.heartbeats.values()):
+        """Waits until each process has heard of all others, and returns the time."""
+        while any(heartbeat._tree.whole.processes < len(self.tasks) for heartbeat in self.heartbeats.values()):
             time.sleep(0.05)
         return time.monotonic()
 
     def name(self, killed: list[int], stopped: list[int]) -> tuple[float, int]:
-        """Kills and stops processes; the time when all others have named them, and how many did otherwise."""
-        for one in self.heartbeats.values():
-            self.at_work.enter_context(one.work())
+        """Kills and stops processes; returns when all others have named them, and the number of wrong reports."""
+        for heartbeat in self.heartbeats.values():
+            self.at_work.enter_context(heartbeat.work())
         self.killed.update(killed)
         self.stopped.update(stopped)
-        left = set(self.ranks) - self.killed - self.stopped
-        until = time.monotonic() + LONGEST_SECONDS
-        while not left <= self.errors.keys() and time.monotonic() < until:
+        survivors = set(self.ranks) - self.killed - self.stopped
+        deadline = time.monotonic() + LONGEST_SECONDS
+        while not survivors <= self.errors.keys() and time.monotonic() < deadline:
             time.sleep(0.05)
         world = World(0, len(self.tasks), 0, len(self.tasks), "TF_CONFIG", self.tasks)
         expected = gone(world, [*killed, *stopped], SILENT_SECONDS).sentence
-        named = [self.errors.get(rank, (until, "")) for rank in left]
-        return max((at for at, _ in named), default=0.0), sum(sentence != expected for _, sentence in named)
+        reports = [self.errors.get(rank, (deadline, "")) for rank in survivors]
+        return max((at for at, _ in reports), default=0.0), sum(sentence != expected for _, sentence in reports)
 
     def serve(self) -> None:
-        """Does what the controlling program says."""
+        """Executes the commands of the controlling program."""
         send = LineConnection.send
 
         def counted(connection: LineConnection, line: bytes) -> None:
@@ -138,10 +138,10 @@ class Host:
 
         LineConnection.send = counted  # type: ignore[method-assign]
         threading.stack_size(1 << 19)
-        # Hundreds of threads that ask for the interpreter's lock 200 times per second would do nothing else.
+        # Otherwise hundreds of threads would spend their time requesting the interpreter lock 200 times per second.
         sys.setswitchinterval(1.0)
-        # Not a word about threads that end as they must.
-        threading.excepthook = lambda about: None if about.exc_type is SystemExit else print(about, file=sys.stderr)
+        # Does not report threads that end intentionally.
+        threading.excepthook = lambda hook: None if hook.exc_type is SystemExit else print(hook, file=sys.stderr)
         before = psutil.Process().memory_info().rss
         self.pipe.send("ready")
         while True:
@@ -153,7 +153,8 @@ class Host:
                 times = max(self.met.values()), connected, known
                 self.pipe.send((*times, psutil.Process().memory_info().rss - before))
             elif order[0] == "count":
-                established = [each for each in psutil.Process().net_connections("tcp") if each.status == "ESTABLISHED"]
+                connections = psutil.Process().net_connections("tcp")
+                established = [connection for connection in connections if connection.status == "ESTABLISHED"]
                 began, sent = time.monotonic(), self.sent_bytes
                 time.sleep(WINDOW_SECONDS)
                 self.pipe.send((len(established), (self.sent_bytes - sent) / (time.monotonic() - began)))
@@ -162,7 +163,7 @@ class Host:
 
 
 def host(tasks: tuple[Task, ...], ranks: list[int], pipe: Connection) -> None:
-    """The program of one operating-system process, which ends with the one that started it."""
+    """The program of one operating-system process, which ends with its parent."""
     parent = multiprocessing.parent_process()
     assert parent is not None
 
@@ -176,10 +177,10 @@ def host(tasks: tuple[Task, ...], ranks: list[int], pipe: Connection) -> None:
 
 
 class Job:
-    """A simulated job, which ends with the context.
+    """A context with a simulated job.
 
     Args:
-        size: the number of its processes.
+        size: the number of simulated processes.
         hosts: the number of operating-system processes.
     """
 
@@ -194,25 +195,25 @@ class Job:
         ]
 
     def __enter__(self) -> Job:
-        for one in self.hosts:
-            one.start()
-        self.hear()
+        for process in self.hosts:
+            process.start()
+        self.receive()
         return self
 
     def __exit__(self, *_: object) -> None:
-        for one in self.hosts:
-            one.kill()
-            one.join()
+        for process in self.hosts:
+            process.kill()
+            process.join()
 
-    def tell(self, *order: object) -> float:
-        """Gives all hosts an order; returns the time."""
+    def send(self, *order: object) -> float:
+        """Sends a command to all hosts, and returns the time."""
         now = time.monotonic()
         for pipe in self.pipes:
             pipe.send(order)
         return now
 
-    def hear(self) -> list[Any]:
-        """What the hosts answer."""
+    def receive(self) -> list[Any]:
+        """The answers of all hosts."""
         answers = []
         for pipe in self.pipes:
             if not pipe.poll(START_SECONDS + LONGEST_SECONDS):
@@ -221,38 +222,38 @@ class Job:
         return answers
 
     def start(self) -> tuple[list[float], float]:
-        """Seconds until all have met, are connected, and know of all others; and the bytes of memory of all."""
-        began = self.tell("start")
-        said: dict[int, bytes] = {}
-        for part in self.hear():
-            said |= part
+        """Seconds until all have met, are connected, and know all others; and the total memory in bytes."""
+        began = self.send("start")
+        messages: dict[int, bytes] = {}
+        for part in self.receive():
+            messages |= part
         for pipe in self.pipes:
-            pipe.send([said[rank] for rank in sorted(said)])
-        *times, memory = zip(*self.hear(), strict=True)
+            pipe.send([messages[rank] for rank in sorted(messages)])
+        *times, memory = zip(*self.receive(), strict=True)
         return [max(each) - began for each in times], sum(memory)
 
     def count(self) -> tuple[int, float]:
-        """The ends of connections, and the bytes that all send per second."""
-        self.tell("count")
-        established, sent = zip(*self.hear(), strict=True)
+        """The number of connection ends, and the bytes per second that all processes send together."""
+        self.send("count")
+        established, sent = zip(*self.receive(), strict=True)
         return sum(established), sum(sent)
 
     def name(self, killed: list[int], stopped: list[int]) -> str:
-        """Seconds until all others have named these, and what was wrong."""
-        began = self.tell("name", killed, stopped)
-        named, wrong = zip(*self.hear(), strict=True)
-        return f"{max(named) - began:.1f}" + (f" ({sum(wrong)} wrong)" if sum(wrong) else "")
+        """Seconds until all others have named the failed processes, and the number of wrong reports."""
+        began = self.send("name", killed, stopped)
+        times, wrong = zip(*self.receive(), strict=True)
+        return f"{max(times) - began:.1f}" + (f" ({sum(wrong)} wrong)" if sum(wrong) else "")
 
 
 def raise_descriptor_limit() -> int:
-    """Raises this process' limit of open files as far as it may; returns it."""
+    """Raises this process's limit of open files to its maximum, and returns it."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     return hard
 
 
 def measure(size: int, hosts: int) -> str:
-    """One line of the table."""
+    """Measures one line of the table."""
     several = random.Random(size).sample(range(1, size), min(MANY, size // 4))
     failures: dict[str, Callable[[Job], str]] = {
         "killed": lambda job: job.name([size // 8], []),

@@ -1,9 +1,9 @@
 """CPU seconds of the chief of a `parameter_server` job per 1,000 steps, and bytes sent, by the number of workers.
 
-The model is small, so that the workers are fast and the chief has much to do. Data are arrays of the program
-(`arrays`), a dataset of tfdist (`source`), or one that is read by the numbers of the examples (`indexed`). With
-`--before FOLDER` another checkout of the project is measured too, in turns. Bytes are those of the machine's loopback
-interface: of all processes, other programs' included.
+The model is small, so that the workers are fast and the chief is busy. Data are arrays of the program (`arrays`), a
+dataset of tfdist (`source`), or a dataset that is read by the indices of the examples (`indexed`). `--before FOLDER`
+also measures another checkout of the project, in turns. Bytes are counted on the machine's loopback interface, and
+include those of other programs.
 Example: `python -m benchmarks.coordinator --workers 1 2 4 --before ../before`
 """
 
@@ -39,11 +39,11 @@ def main() -> None:
     checkouts = {"before": arguments.before} if arguments.before else {}
     for data in arguments.data:
         for workers in arguments.workers:
-            found: dict[str, list[Any]] = {}
+            results: dict[str, list[Any]] = {}
             for _ in range(arguments.rounds):
                 for name, folder in (checkouts | {"now": ROOT}).items():
-                    found.setdefault(name, []).extend(_job(folder, data, workers, arguments.epochs))
-            for name, epochs in found.items():
+                    results.setdefault(name, []).extend(_job(folder, data, workers, arguments.epochs))
+            for name, epochs in results.items():
                 cpu, seconds, sent, first = (statistics.median(each) for each in zip(*epochs, strict=True))
                 print(f"{data:8} {workers:7}  {name:8}  {cpu:13.2f}  {seconds:7.1f}  {sent:7.1f}  {first:20.1f}")
 
@@ -53,7 +53,7 @@ def _job(folder: Path, data: str, workers: int, epochs: int) -> list[list[float]
     command = [sys.executable, "-m", "tfdist.launch", "--workers", str(workers), "--ps", "1"]
     environment = os.environ | {"PYTHONPATH": str(folder), "TF_CPP_MIN_LOG_LEVEL": "3"}
     with tempfile.TemporaryDirectory() as start:
-        script = shutil.copy(__file__, start)  # beside no other checkout, so that `folder` is imported
+        script = shutil.copy(__file__, start)  # not in a checkout, so that `folder` is imported
         command += [script, ROLE, data, str(epochs)]
         done = subprocess.run(command, cwd=start, env=environment, capture_output=True, text=True, check=False)
     lines = [line.partition("MEASURED ")[2] for line in done.stdout.splitlines()]
@@ -76,7 +76,7 @@ def load(data_dir: Any = None) -> Any:
 
 
 def load_indexed(data_dir: Any = None) -> Any:
-    """The same, read by the numbers of the examples."""
+    """The same examples, read by index."""
     from tfdist.data import IndexedSource
 
     whole = load(data_dir)
@@ -100,14 +100,14 @@ def _measured(data: str, epochs: int) -> None:
         model = keras.Sequential([keras.Input((WIDTH,)), keras.layers.Dense(32, "relu"), keras.layers.Dense(10)])
         model.compile("sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
     source = load_source("coordinator:" + ("load_indexed" if data == "indexed" else "load"))
-    given = source.arrays("train") if data == "arrays" else (source.feed("train", BATCH, seed=1),)
-    begun = sent()
-    strategy.fit(model, *given, batch_size=BATCH, epochs=1, verbose=0)
-    first = sent() - begun
+    examples = source.arrays("train") if data == "arrays" else (source.feed("train", BATCH, seed=1),)
+    sent_before = sent()
+    strategy.fit(model, *examples, batch_size=BATCH, epochs=1, verbose=0)
+    first = sent() - sent_before
     for _ in range(epochs):
-        begun, cpu, began = sent(), time.process_time(), time.perf_counter()
-        strategy.fit(model, *given, batch_size=BATCH, epochs=1, verbose=0)
-        numbers = [time.process_time() - cpu, time.perf_counter() - began, sent() - begun, first]
+        sent_before, cpu, began = sent(), time.process_time(), time.perf_counter()
+        strategy.fit(model, *examples, batch_size=BATCH, epochs=1, verbose=0)
+        numbers = [time.process_time() - cpu, time.perf_counter() - began, sent() - sent_before, first]
         print("MEASURED", json.dumps(numbers), flush=True)
 
 

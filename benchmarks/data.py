@@ -1,7 +1,7 @@
-"""The examples that contestants train on, written once per run as plain `.npy` files that all of them read.
+"""The training examples of the contestants, written once per run as `.npy` files.
 
-A separate process prepares them, so that a contestant has only the arrays in memory: no dataset library, and no
-TensorFlow beside PyTorch.
+A separate process prepares them, so that a contestant has only the arrays in memory, without a dataset library, and
+without TensorFlow in a process of PyTorch.
 
 Synopsis:
 
@@ -28,22 +28,22 @@ def prepare(folder: Path, data_dir: str | None) -> bool:
     if data_dir:
         command += ["--data-dir", data_dir]
     done = subprocess.run(command, check=True, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
-    found = json.loads(done.stdout.splitlines()[-1])
-    print(f"data: {found['what']}", flush=True)
-    return found["real"]
+    description = json.loads(done.stdout.splitlines()[-1])
+    print(f"data: {description['what']}", flush=True)
+    return description["real"]
 
 
 def load(folder: str, split: str = "train", examples: int | None = None) -> Arrays:
-    """x float32 `[N, 28, 28, 1]` in [0, 1] and y int32 `[N]`: the first `examples` of them, or all."""
+    """Returns x float32 `[N, 28, 28, 1]` in [0, 1] and y int32 `[N]`, for the first `examples` examples or all."""
     x = np.load(Path(folder, f"x_{split}.npy"))
     y = np.load(Path(folder, f"y_{split}.npy"))
     if examples is None or examples == len(y):
-        return x, y  # not copied, so that the peak memory is that of the contestant
+        return x, y  # not copied, so that copies do not count in the peak memory of the contestant
     return x[:examples].copy(), y[:examples].copy()
 
 
 def _read(data_dir: str | None) -> tuple[dict[str, Arrays], str | None]:
-    """Fashion-MNIST's 60,000 + 10,000 examples, or synthetic ones of the same size and the reason why."""
+    """Fashion-MNIST's 60,000 + 10,000 examples, or synthetic examples of the same size and the reason why."""
     import tfdist.data
     from tfdist.errors import TfdistError
 

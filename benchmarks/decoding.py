@@ -1,9 +1,9 @@
-"""Pictures per second of a custom pipeline that decodes JPEGs, in one and in two processes with one core each.
+"""Images per second of a custom pipeline that decodes JPEGs, in one and in two processes with one core each.
 
-    alike          every process has the whole dataset, and decodes all of it
-    per_process    `tfdist.data.shard` before the decoding, `tfdist.data.per_process` around the result
+    alike          every process decodes the whole dataset
+    per_process    `tfdist.data.shard` before decoding, and `tfdist.data.per_process` around the result
 
-The model is tiny, so that the time of an epoch is the time of its input.
+The model is tiny, so that the time of an epoch is the time of its input pipeline.
 
 Example: `python -m benchmarks.decoding --pictures 2000`
 """
@@ -25,7 +25,7 @@ SIZE = 256
 
 
 def make_pictures(folder: Path, count: int) -> None:
-    """Writes `count` JPEGs: smooth noise, which takes as long to decode as photographs do."""
+    """Writes `count` JPEGs of smooth noise, which takes as long to decode as photographs."""
     import numpy as np
     from PIL import Image
 
@@ -36,7 +36,7 @@ def make_pictures(folder: Path, count: int) -> None:
 
 
 def pictures_per_second(folder: Path, count: int, batch_size: int, workers: int, kind: str) -> float:
-    """Pictures per second of a separate job."""
+    """Images per second of a separate job."""
     command = [sys.executable, "-m", "tfdist.launch", "--workers", str(workers), "--log-dir", f"{folder}/logs"]
     command += ["-m", "benchmarks.decoding", "--job", kind, "--folder", str(folder), "--pictures", str(count)]
     command += ["--batch-size", str(batch_size)]
@@ -45,7 +45,7 @@ def pictures_per_second(folder: Path, count: int, batch_size: int, workers: int,
 
 
 def job(folder: Path, count: int, batch_size: int, kind: str) -> None:
-    """One process of a job: trains three epochs, and prints the rate of the last two."""
+    """Trains three epochs in one process of a job, and prints the faster rate of the last two."""
     from tfdist.jobs.world import World
 
     cores = sorted(os.sched_getaffinity(0))  # one core if the launcher has divided them
@@ -86,7 +86,7 @@ def job(folder: Path, count: int, batch_size: int, kind: str) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--pictures", type=int, default=2000)
-    parser.add_argument("--batch-size", type=int, default=32, help="global")
+    parser.add_argument("--batch-size", type=int, default=32, help="global batch size")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--job", help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
@@ -97,18 +97,18 @@ def main() -> None:
     contestants = [(1, "alike"), (2, "alike"), (2, "per_process")]
     with tempfile.TemporaryDirectory() as name:
         make_pictures(Path(name), options.pictures)
-        found: dict[tuple[int, str], list[float]] = {contestant: [] for contestant in contestants}
+        rates: dict[tuple[int, str], list[float]] = {contestant: [] for contestant in contestants}
         for _ in range(options.repeats):
             for workers, kind in contestants:
-                found[workers, kind].append(
+                rates[workers, kind].append(
                     pictures_per_second(Path(name), options.pictures, options.batch_size, workers, kind)
                 )
-    one = statistics.median(found[1, "alike"])
-    for (workers, kind), values in found.items():
+    one = statistics.median(rates[1, "alike"])
+    for (workers, kind), values in rates.items():
         middle = statistics.median(values)
         spread = f"{min(values):.0f} to {max(values):.0f}"
-        print(f"{workers} x {kind:12s} {middle:7.0f} pictures/s ({spread})   {middle / one:.2f} of one process")
-    reached = statistics.median(found[2, "per_process"]) / one
+        print(f"{workers} x {kind:12s} {middle:7.0f} images/s ({spread})   {middle / one:.2f} times one process")
+    reached = statistics.median(rates[2, "per_process"]) / one
     print(f"per_process in two / one: {reached:.2f}, target {TARGET}: {'reached' if reached >= TARGET else 'missed'}")
 
 

@@ -1,7 +1,7 @@
-"""How close `tfdist memory` is: its estimate beside what a fresh process takes that trains, for ten models.
+"""The accuracy of `tfdist memory`: its estimate, compared with the memory of a process that trains, for ten models.
 
-What is measured is the peak of the process, less what it had after it has trained a tiny model. The share of the
-allocator in the estimate was fitted to the first five models; the others are here to judge it.
+The measured memory is the peak of the process, minus its memory after training a tiny model. The allocator's share of
+the estimate was fitted to the first five models; the others test it.
 Example: `python -m benchmarks.estimates`
 """
 
@@ -31,14 +31,14 @@ def main() -> None:
 
 
 def estimated(model: str) -> int:
-    """What `tfdist memory` says, in bytes."""
+    """The estimate of `tfdist memory`, in bytes."""
     from tfdist import memory
 
-    return memory.of(model, "synthetic", BATCH_SIZES[model], data_options=recomputation.EXAMPLES[model]).total
+    return memory.estimate(model, "synthetic", BATCH_SIZES[model], data_options=recomputation.EXAMPLES[model]).total
 
 
 def trained(model: str, repeats: int) -> float:
-    """The peak of a process that trains, in bytes: the median of some."""
+    """The median peak memory over `repeats` processes that train, in bytes."""
     options = ["--models", model, "--batch-size", str(BATCH_SIZES[model]), "--epochs", "1"]
     arguments = recomputation.parser().parse_args(options)
     return statistics.median(recomputation.start(arguments, model, "plain")["bytes"] for _ in range(repeats))

@@ -1,11 +1,11 @@
-"""What an agreement and a sum cost over sockets, by the number of processes.
+"""The cost of an agreement and of an all-reduce over sockets, by the number of processes.
 
-`--processes` starts real ones, which import no TensorFlow: one line per number of processes and of bytes, with the tree
-and with the ring, as on hosts of their own, in the memory of one host, and what `tfdist.groups.sockets.costs` chooses.
-`--operation` measures a reduce-scatter or an all-gather instead of a sum, `--before FOLDER` another checkout of the
-project too, in turns. `--simulated` runs each process of the job as a thread of a few real processes, through the same
-code over the same sockets, so that one machine can show an agreement of thousands: its time is what all of them compute
-on this machine's cores, where each process of a real job has a core of its own.
+`--processes` starts real processes without TensorFlow, and prints one line per number of processes and of bytes: with
+the tree and with the ring, as on separate hosts; in the memory of one host; and with the choice of
+`tfdist.groups.sockets.costs`. `--operation` measures a reduce-scatter or an all-gather instead of an all-reduce.
+`--before FOLDER` also measures another checkout of the project, in turns. `--simulated` runs each process of the job as
+a thread of a few real processes, with the same code and sockets, so that one machine can run an agreement of thousands.
+Its time is the computation of all of them on this machine's cores, while each process of a real job has its own core.
 Example: `python -m benchmarks.exchanges --processes 2 4 8 16 --simulated 64 512 4096`
 """
 
@@ -29,11 +29,11 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parent.parent
-PORT = 2000  # of no server: only the hosts are used
+PORT = 2000  # nothing listens on it, because only the hosts are used
 AGREEMENT = json.dumps(["is about to run steps", [100, False, "0123456789ab"]]).encode()
 KIB = [1, 16, 64, 128, 256, 1024, 8192]
-OPERATING_SYSTEM_PROCESSES = 16  # of a simulation, each with consecutive ranks
-SECONDS = 0.4  # that the repetitions of one measurement take
+OPERATING_SYSTEM_PROCESSES = 16  # per simulation, each with consecutive ranks
+SECONDS = 0.4  # total time of the repetitions of one measurement
 
 Exchange = Callable[[bytes], list[bytes]]
 
@@ -59,15 +59,15 @@ def main() -> None:
 
 def _compare(size: int, kib: list[int], operation: str, before: Path | None, rounds: int) -> None:
     """Prints the medians over the rounds."""
-    found: dict[str, dict[str, list[float]]] = {}
+    results: dict[str, dict[str, list[float]]] = {}
     for _ in range(rounds):
         for name, folder in {"tfdist": ROOT, "before": before}.items():
             if folder is not None:
                 for key, seconds in _measured(size, kib, operation, folder).items():
                     what, _, way = key.partition(":")
                     if name == "tfdist" or not way:
-                        found.setdefault(what, {}).setdefault(way or name, []).append(seconds)
-    for what, ways in found.items():
+                        results.setdefault(what, {}).setdefault(way or name, []).append(seconds)
+    for what, ways in results.items():
         numbers = [f"{1e3 * statistics.median(ways[way]):.2f}" if way in ways else "-" for way in WAYS]
         print(f"{size:>9}{what:>12}" + "".join(map("{:>{}}".format, numbers, (10, 10, 12, 12, 12))), flush=True)
 
@@ -76,7 +76,7 @@ WAYS = ("tree", "ring", "memory", "tfdist", "before")
 
 
 def _measured(size: int, kib: list[int], operation: str, folder: Path) -> dict[str, float]:
-    """The seconds that processes, which import tfdist from `folder`, find; the parent carries what they say first."""
+    """The seconds measured by processes that import tfdist from `folder`; the parent exchanges their addresses."""
     command = [sys.executable, str(Path(__file__)), "--"]
     environment = os.environ | {"PYTHONPATH": str(folder), "TF_CPP_MIN_LOG_LEVEL": "3", "OMP_NUM_THREADS": "1"}
     workers = [
@@ -92,16 +92,16 @@ def _measured(size: int, kib: list[int], operation: str, folder: Path) -> dict[s
     ]
     try:
         for _ in range(4):  # to connect twice
-            said = [_line(worker) for worker in workers]
+            messages = [_line(worker) for worker in workers]
             for worker in workers:
                 assert worker.stdin is not None
-                worker.stdin.write(json.dumps(said) + "\n")
+                worker.stdin.write(json.dumps(messages) + "\n")
                 worker.stdin.flush()
-        found: dict[str, float] = _line(workers[0])
+        seconds: dict[str, float] = _line(workers[0])
     finally:
         for worker in workers:
             worker.wait(120)
-    return found
+    return seconds
 
 
 def _line(worker: subprocess.Popen[str]) -> Any:
@@ -110,7 +110,7 @@ def _line(worker: subprocess.Popen[str]) -> Any:
 
 
 def work(rank: int, size: int, kib: list[int], operation: str) -> None:
-    """One real process; rank 0 prints the seconds of each operation."""
+    """The program of one real process; rank 0 prints the seconds of each operation."""
     import numpy as np
 
     from tfdist.groups.sockets import costs
@@ -121,25 +121,27 @@ def work(rank: int, size: int, kib: list[int], operation: str) -> None:
         print(json.dumps(message.hex()), flush=True)
         return [bytes.fromhex(each) for each in json.loads(sys.stdin.readline())]
 
-    apart, together = (
+    separate_hosts, one_host = (
         Sockets(_world(size, rank, hosts), exchange, 60.0, 600.0, Mailbox()) for hosts in (range(size), [0] * size)
     )
     chosen = costs.longest_by_tree
     ways = {
-        "": (together, chosen),
-        ":tree": (apart, lambda *arguments: 1 << 40),
-        ":ring": (apart, lambda *arguments: -1),
-        ":memory": (together, lambda *arguments: -1),
+        "": (one_host, chosen),
+        ":tree": (separate_hosts, lambda *arguments: 1 << 40),
+        ":ring": (separate_hosts, lambda *arguments: -1),
+        ":memory": (one_host, lambda *arguments: -1),
     }
-    found = {"agreement": _seconds(lambda: together.exchange(AGREEMENT), apart.exchange, rank)}
-    for each in kib:
-        values = np.ones((each << 8) // (size if operation == "join" else 1), np.float32)
+    exchange_all = separate_hosts.exchange
+    seconds = {"agreement": _seconds(lambda: one_host.exchange(AGREEMENT), exchange_all, rank)}
+    for size_kib in kib:
+        values = np.ones((size_kib << 8) // (size if operation == "join" else 1), np.float32)
         for way, (sockets, limit) in ways.items():
             costs.longest_by_tree = limit
             call = getattr(sockets, operation)
-            found[f"{each} KiB{way}"] = _seconds(lambda values=values, call=call: call(values), apart.exchange, rank)
+            key = f"{size_kib} KiB{way}"
+            seconds[key] = _seconds(lambda values=values, call=call: call(values), exchange_all, rank)
     if rank == 0:
-        print(json.dumps(found), flush=True)
+        print(json.dumps(seconds), flush=True)
 
 
 def _seconds(operation: Callable[[], Any], exchange: Exchange, rank: int) -> float:
@@ -159,7 +161,7 @@ def _seconds(operation: Callable[[], Any], exchange: Exchange, rank: int) -> flo
 
 
 def _world(size: int, rank: int, hosts: Sequence[int] | None = None) -> Any:
-    """The job as `rank` sees it; `hosts` are the numbers of the hosts, which all mean this machine."""
+    """The job from the view of `rank`; `hosts` are the numbers of the hosts, which are all this machine."""
     from tfdist.jobs.world import World
 
     hosts = [0] * size if hosts is None else hosts
@@ -169,7 +171,7 @@ def _world(size: int, rank: int, hosts: Sequence[int] | None = None) -> Any:
 
 
 def _simulate(size: int) -> None:
-    """Prints what an agreement of `size` simulated processes costs."""
+    """Prints the cost of an agreement of `size` simulated processes."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     context = multiprocessing.get_context("spawn")
@@ -182,17 +184,17 @@ def _simulate(size: int) -> None:
     for worker in workers:
         worker.start()
     for _ in range(2):
-        said: dict[int, bytes] = {}
+        messages: dict[int, bytes] = {}
         for pipe, _ in pipes:
-            said |= pipe.recv()
+            messages |= pipe.recv()
         for pipe, _ in pipes:
-            pipe.send([said[rank] for rank in range(size)])
+            pipe.send([messages[rank] for rank in range(size)])
     seconds: list[float] = []
     traffic: dict[int, tuple[int, int]] = {}
     for pipe, _ in pipes:
-        times, of_part = pipe.recv()
+        times, part = pipe.recv()
         seconds += times
-        traffic |= of_part
+        traffic |= part
     for worker in workers:
         worker.join()
     connections = sum(count for count, _ in traffic.values()) // 2
@@ -202,7 +204,7 @@ def _simulate(size: int) -> None:
 
 @dataclasses.dataclass
 class Peers:
-    """The other processes, as `tfdist.jobs.consensus` reaches them."""
+    """The interface to the other processes that `tfdist.jobs.consensus` uses."""
 
     world: Any
     exchange: Exchange
@@ -211,33 +213,33 @@ class Peers:
 
 
 def simulate(size: int, ranks: range, pipe: Connection) -> None:
-    """One operating system's process: each of `ranks` is a thread."""
+    """The program of one operating-system process, with a thread per rank in `ranks`."""
     from tfdist.groups.sockets.messages import Mailbox
     from tfdist.groups.sockets.sockets import Sockets
     from tfdist.jobs import consensus
 
-    # The threads of a process take turns: one core is enough for them, and they give way where they wait anyhow.
+    # One core is enough for the threads of a process, which hold the interpreter lock in turn, until they wait.
     cores = sorted(os.sched_getaffinity(0))
     os.sched_setaffinity(0, {cores[ranks[0] * OPERATING_SYSTEM_PROCESSES // size % len(cores)]})
     sys.setswitchinterval(1.0)
     threading.stack_size(1 << 18)
     world, repeats = _world(size, 0), max(5, 4000 // size)
-    said: dict[int, bytes] = {}
-    heard: list[bytes] = []
+    sent_messages: dict[int, bytes] = {}
+    all_messages: list[bytes] = []
     seconds: list[float] = []
     traffic: dict[int, tuple[int, float]] = {}
 
-    def carry() -> None:
-        pipe.send(dict(said))
-        heard[:] = pipe.recv()
+    def exchange_with_parent() -> None:
+        pipe.send(dict(sent_messages))
+        all_messages[:] = pipe.recv()
 
-    barrier = threading.Barrier(len(ranks), carry)
+    barrier = threading.Barrier(len(ranks), exchange_with_parent)
 
     def run(rank: int) -> None:
         def exchange(message: bytes) -> list[bytes]:
-            said[rank] = message
+            sent_messages[rank] = message
             barrier.wait()
-            return list(heard)
+            return list(all_messages)
 
         sockets = Sockets(dataclasses.replace(world, rank=rank), exchange, 600.0, 600.0, Mailbox())
         peers, before = Peers(world, sockets.exchange), sockets.traffic()[1]

@@ -1,7 +1,7 @@
-"""The floor of this machine: the cost of the parts of one `mlp` step alone, and the rest of a `custom` step.
+"""A lower bound for a step on this machine: the cost of the parts of an `mlp` step, compared with a `custom` step.
 
-Each part runs many times in a `tf.while_loop` of one `tf.function`, on one thread, with the shapes of the step; the
-time of an empty loop is subtracted. The measured step is the one of `benchmarks.mlp_epoch`; it takes turns with the
+Each part runs many times in a `tf.while_loop` of a `tf.function`, on one thread, with the shapes of the step; the time
+of an empty loop is subtracted. The measured step is the same as in `benchmarks.mlp_epoch`; it takes turns with the
 parts.
 Example: `python -m benchmarks.floor`
 """
@@ -18,7 +18,7 @@ from typing import Any
 from benchmarks import data, race
 
 BATCH, INPUTS, UNITS, CLASSES = 32, 784, 128, 10
-STEPS = 1875  # of an epoch: a turn of the parts runs each of them as often as a turn of `custom`
+STEPS = 1875  # per epoch; a turn runs each part this number of times, like a turn of `custom`
 STEP = "benchmarks.contestants:custom"
 FLOOR = ("matrix products", "Adam")
 
@@ -27,7 +27,7 @@ Part = Callable[[Any], list[Any]]
 
 
 def parts(job: race.Job, turns: race.Turns) -> None:
-    """The worker: measures the seconds per step of each part in each turn."""
+    """Measures the seconds per step of each part in each turn."""
     import tensorflow as tf
 
     tf.config.threading.set_intra_op_parallelism_threads(1)
@@ -95,7 +95,7 @@ def _parts(x: Any, y: Any) -> dict[str, Part]:
 
 
 def _adam(shapes: list[tuple[int, ...]], variable: Callable[..., Any]) -> Part:
-    """The update alone, in TensorFlow's fused kernel: reads the gradient, reads and writes weights and two moments."""
+    """The update with TensorFlow's fused kernel, which reads the gradient, and updates the weights and two moments."""
     import tensorflow as tf
 
     slots = [[variable(*shape) for _ in range(3)] for shape in shapes]
@@ -140,9 +140,9 @@ def _loop(part: Part) -> Any:
 def report(step_seconds: list[float], turns: list[Mapping[str, float]]) -> None:
     """Prints the table of microseconds and percent."""
     step = 1e6 * statistics.median(step_seconds)
-    found = {name: [1e6 * turn[name] for turn in turns] for name in turns[0]}
-    empty = statistics.median(found.pop("empty loop"))
-    print(f"\nmlp, batch {BATCH}: microseconds of a step, on one thread; {len(turns)} repeats in turn\n")
+    parts = {name: [1e6 * turn[name] for turn in turns] for name in turns[0]}
+    empty = statistics.median(parts.pop("empty loop"))
+    print(f"\nmlp, batch {BATCH}: microseconds per step, on one thread; {len(turns)} repeats in turn\n")
     print(f"{'part':<32}{'median':>9}{'min':>9}{'max':>9}{'of a step':>11}")
 
     def line(name: str, values: list[float]) -> float:
@@ -150,14 +150,14 @@ def report(step_seconds: list[float], turns: list[Mapping[str, float]]) -> None:
         print(f"{name:<32}{median:>9.1f}{min(values):>9.1f}{max(values):>9.1f}{median / step:>10.0%}")
         return median
 
-    alone = {name: line(name, [value - empty for value in values]) for name, values in found.items()}
-    total = sum(alone.values())
+    medians = {name: line(name, [value - empty for value in values]) for name, values in parts.items()}
+    total = sum(medians.values())
     line("one turn of an empty loop", [empty])
     line("sum of the parts", [total + empty])
     line("`custom`, measured", [1e6 * seconds for seconds in step_seconds])
-    floor = sum(alone[name] for name in FLOOR)
+    floor = sum(medians[name] for name in FLOOR)
     print(f"\nfloor ({' + '.join(FLOOR)}): {floor:.1f} us, so `custom` takes {step / floor:.2f} times the floor")
-    print(f"outside the parts (dispatch of operations, copies, reading variables): {step - total - empty:.1f} us")
+    print(f"not in the parts (dispatch of operations, copies, reading variables): {step - total - empty:.1f} us")
 
 
 def main() -> None:

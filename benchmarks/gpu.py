@@ -1,6 +1,6 @@
 """Examples per second on the GPUs of this machine: stock Keras, tfdist and PyTorch, in float32 and bfloat16.
 
-Synthetic examples, SGD, and XLA as Keras' `jit_compile="auto"` decides. Without a GPU it runs on the CPU, to try it.
+Synthetic examples, SGD, and XLA according to Keras' `jit_compile="auto"`. Without a GPU it runs on the CPU, as a test.
 
 Example: `python -m benchmarks.gpu --models resnet50 --dtypes float32 mixed_bfloat16`
 """
@@ -94,34 +94,34 @@ def _train(model: Any, job: Job, turns: Turns) -> None:
 def _source(job: Job) -> Any:
     import tfdist.data
 
-    of_model: dict[str, dict[str, Any]] = {
+    options: dict[str, dict[str, Any]] = {
         "resnet50": {"shape": (224, 224, 3), "classes": 1000},
         "transformer": {"task": "text_classification", "words": 20_000, "length": 256},
         "mlp": {},
     }
-    return tfdist.data.load("synthetic", train=job.examples, **of_model[job.model])
+    return tfdist.data.load("synthetic", train=job.examples, **options[job.model])
 
 
 def torch_compile(job: Job, turns: Turns) -> None:
-    """A loop in PyTorch over `torch.compile`d steps, on the first GPU."""
+    """A PyTorch loop over `torch.compile`d steps, on the first GPU."""
     _train_by_torch(job, turns, 0, 1)
 
 
 def torch_ddp(job: Job, turns: Turns) -> None:
-    """The same under PyTorch's `DistributedDataParallel`: a process per GPU with NCCL, or two on the CPU with gloo."""
+    """The same with PyTorch's `DistributedDataParallel`: one process per GPU with NCCL, or two on the CPU with gloo."""
     import torch
 
     size = torch.cuda.device_count() or 2
-    with socket.create_server(("localhost", 0)) as free:
-        address = f"tcp://localhost:{free.getsockname()[1]}"
+    with socket.create_server(("localhost", 0)) as listener:
+        address = f"tcp://localhost:{listener.getsockname()[1]}"
     turns.note = f"{size} replicas"
     context = multiprocessing.get_context("spawn")
     for rank in range(1, size):
-        context.Process(target=_replica_of_ddp, args=(job, None, rank, size, address), daemon=True).start()
-    _replica_of_ddp(job, turns, 0, size, address)
+        context.Process(target=_ddp_replica, args=(job, None, rank, size, address), daemon=True).start()
+    _ddp_replica(job, turns, 0, size, address)
 
 
-def _replica_of_ddp(job: Job, turns: Turns | None, rank: int, size: int, address: str) -> None:
+def _ddp_replica(job: Job, turns: Turns | None, rank: int, size: int, address: str) -> None:
     import torch
     import torch.distributed as dist
 
@@ -134,7 +134,7 @@ def _replica_of_ddp(job: Job, turns: Turns | None, rank: int, size: int, address
 
 
 def _train_by_torch(job: Job, turns: Turns | None, rank: int, size: int) -> None:
-    """Trains on this rank's part of each batch; rank 0 has the `turns`."""
+    """Trains on this rank's share of each batch; rank 0 has the `turns`."""
     import torch
 
     device = f"cuda:{rank}" if torch.cuda.is_available() else "cpu"
@@ -145,22 +145,22 @@ def _train_by_torch(job: Job, turns: Turns | None, rank: int, size: int) -> None
         model = torch.nn.parallel.DistributedDataParallel(model)
     x = x.permute(0, 3, 1, 2) if job.model == "resnet50" else x
     optimizer, criterion = torch.optim.SGD(model.parameters(), 0.01), torch.nn.CrossEntropyLoss()
-    half = torch.autocast(torch.device(device).type, torch.bfloat16, enabled=job.data == "mixed_bfloat16")
-    order = torch.Generator(device).manual_seed(job.seed)  # of all ranks
+    precision = torch.autocast(torch.device(device).type, torch.bfloat16, enabled=job.data == "mixed_bfloat16")
+    order = torch.Generator(device).manual_seed(job.seed)  # the same on all ranks
 
     @torch.compile
     def loss_of(inputs: Any, labels: Any) -> Any:
-        with half:
+        with precision:
             return criterion(model(inputs), labels)
 
     for number in range(job.epochs):
         if turns is not None:
             turns.begin(number * job.steps)
         total = torch.zeros((), device=device)
-        for indices in torch.randperm(len(x), device=device, generator=order).split(job.batch_size):
-            mine = indices[rank::size]
+        for batch in torch.randperm(len(x), device=device, generator=order).split(job.batch_size):
+            indices = batch[rank::size]
             optimizer.zero_grad(set_to_none=True)
-            loss = loss_of(x[mine], y[mine].long())
+            loss = loss_of(x[indices], y[indices].long())
             loss.backward()
             optimizer.step()
             total += loss.detach()
@@ -169,7 +169,7 @@ def _train_by_torch(job: Job, turns: Turns | None, rank: int, size: int) -> None
 
 
 def _torch_model(name: str) -> Any:
-    """The model of that name, with the sizes of tfdist's."""
+    """The PyTorch model that corresponds to tfdist's model `name`."""
     from torch import nn
 
     if name == "mlp":
@@ -187,8 +187,8 @@ def main() -> None:
     parser = race.parser(__doc__, warmup=1)
     parser.add_argument("--models", nargs="+", choices=BATCHES, default=list(BATCHES))
     parser.add_argument("--dtypes", nargs="+", choices=["float32", "mixed_bfloat16"], default=["float32"])
-    parser.add_argument("--batch-size", type=int, help="examples of a global batch")
-    parser.add_argument("--steps", type=int, default=STEPS, help="steps of an epoch (default: %(default)s)")
+    parser.add_argument("--batch-size", type=int, help="examples per global batch")
+    parser.add_argument("--steps", type=int, default=STEPS, help="steps per epoch (default: %(default)s)")
     arguments = parser.parse_args()
     for model in arguments.models:
         batch_size = arguments.batch_size or BATCHES[model]

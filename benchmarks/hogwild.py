@@ -1,7 +1,7 @@
-"""Steps per second of `nbow` by two threads of `hogwild`, without locks and with them, over those of `single`.
+"""Steps per second of `nbow` with two threads of `hogwild`, without and with locks, relative to `single`.
 
 Each measurement is a fresh process; the kinds take turns, and the figures are medians of ratios within a round. Every
-operation is computed by one thread, so that a core more is a thread of `hogwild`.
+operation uses one thread, so that additional cores are only used by additional threads of `hogwild`.
 Example: `python -m benchmarks.hogwild --repeats 5`
 """
 
@@ -26,8 +26,8 @@ EXAMPLES, LENGTH = 12_800, 64
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--rows", type=int, default=100_000, help="of the table of word vectors")
-    parser.add_argument("--embedding", type=int, default=300, help="numbers of a word vector")
+    parser.add_argument("--rows", type=int, default=100_000, help="number of word vectors")
+    parser.add_argument("--embedding", type=int, default=300, help="length of a word vector")
     parser.add_argument("--batch-size", type=int, default=32)
     parser.add_argument("--optimizer", default="sgd")
     parser.add_argument("--one", choices=KINDS, help=argparse.SUPPRESS)
@@ -35,18 +35,18 @@ def main() -> None:
     if arguments.one:
         print(json.dumps(train(arguments)))
         return
-    rounds = [{kind: one(kind, sys.argv[1:]) for kind in KINDS} for _ in range(arguments.repeats)]
+    rounds = [{kind: measure(kind, sys.argv[1:]) for kind in KINDS} for _ in range(arguments.repeats)]
     for kind in KINDS:
-        found = [each[kind] for each in rounds]
-        rate, loss = (statistics.median(each[what] for each in found) for what in ("steps_per_second", "loss"))
-        print(f"{kind:12}{rate:9.0f} steps/s   loss {loss:.4f}   mean staleness {found[-1]['staleness']:.2f}")
+        results = [each[kind] for each in rounds]
+        rate, loss = (statistics.median(result[what] for result in results) for what in ("steps_per_second", "loss"))
+        print(f"{kind:12}{rate:9.0f} steps/s   loss {loss:.4f}   mean staleness {results[-1]['staleness']:.2f}")
     for kind, other in (("hogwild", "single"), ("hogwild", "with locks")):
         ratios = [each[kind]["steps_per_second"] / each[other]["steps_per_second"] for each in rounds]
         print(f"{kind} / {other}: {statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})")
 
 
-def one(kind: str, options: list[str]) -> dict[str, float]:
-    """What a fresh process measures of this kind."""
+def measure(kind: str, options: list[str]) -> dict[str, float]:
+    """The results of one kind, measured in a fresh process."""
     command = [sys.executable, "-m", "benchmarks.hogwild", "--one", kind, *options]
     done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
     return json.loads(done.stdout.splitlines()[-1])

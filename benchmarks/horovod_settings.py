@@ -1,7 +1,7 @@
-"""Horovod's settings that `horovod` chooses by the number of processes, against its defaults: milliseconds of a step.
+"""Milliseconds per step with the settings that `horovod` chooses by the number of processes, and with the defaults.
 
 Each measurement is a fresh job on this machine; the settings take turns. With more processes than cores, a step waits
-for cores most of the time, so that only ratios within a round say something.
+for cores most of the time, so that only ratios within a round are meaningful.
 Example: `python -m benchmarks.horovod_settings --workers 2 4 8`
 """
 
@@ -18,7 +18,7 @@ from pathlib import Path
 
 from benchmarks.checkpoints import ROOT
 
-# Variables of the environment take precedence over what the strategy chooses.
+# Environment variables take precedence over the strategy's choice.
 SETTINGS: dict[str, dict[str, str]] = {
     "chosen": {},
     "cycle 0.1 ms": {"HOROVOD_CYCLE_TIME": "0.1"},
@@ -46,15 +46,15 @@ def main() -> None:
             turns = [
                 {name: measured(arguments, model, workers, name) for name in SETTINGS} for _ in range(arguments.repeats)
             ]
-            shown = []
+            results = []
             for name in SETTINGS:
                 ratio = statistics.median(turn[name] / turn["chosen"] for turn in turns)
-                shown.append(f"{name} {statistics.median(turn[name] for turn in turns):.1f} ms ({ratio:.2f})")
-            print(f"{model}, {workers} processes: {', '.join(shown)}", flush=True)
+                results.append(f"{name} {statistics.median(turn[name] for turn in turns):.1f} ms ({ratio:.2f})")
+            print(f"{model}, {workers} processes: {', '.join(results)}", flush=True)
 
 
 def measured(arguments: argparse.Namespace, model: str, workers: int, name: str) -> float:
-    """The milliseconds of a step in a fresh job."""
+    """The milliseconds per step in a fresh job."""
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder, "ms")
         job = ["-m", "tfdist.launch", "--workers", str(workers), "--log-dir", f"{folder}/logs", *arguments.launcher]
@@ -66,7 +66,7 @@ def measured(arguments: argparse.Namespace, model: str, workers: int, name: str)
 
 
 def train(arguments: argparse.Namespace) -> None:
-    """One process of the job; the chief leaves the milliseconds of a step in the file."""
+    """Trains in one process of the job; the chief writes the milliseconds per step to the file."""
     import keras
     import numpy as np
 

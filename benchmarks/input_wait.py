@@ -1,6 +1,6 @@
-"""The fraction of a step that waits for input, from `tfdist.profiling.trace`: every model, on synthetic data.
+"""The fraction of a step that waits for input, from `tfdist.profiling.trace`, for every model on synthetic data.
 
-The command trains each model, at a small size, for an epoch of 40 steps, of which `--profile` traces the last 20.
+The command trains a small version of each model for an epoch of 40 steps, of which `--profile` traces the last 20.
 
 Example: `python -m benchmarks.input_wait --only cnn resnet20`
 """
@@ -19,7 +19,7 @@ from tfdist.profiling import trace
 
 TARGET = 0.02
 BATCH_SIZE, STEPS, TRACED = 32, 40, 20
-# Pictures that all models accept; the width makes a step take milliseconds instead of seconds.
+# Images that all models accept; the width reduces a step from seconds to milliseconds.
 SHAPE = {"classification": "32,32,3", "segmentation": "64,64,3", "autoencoding": "32,32,3"}
 WIDTH = {"vgg11": 0.125, "vgg16": 0.125, "resnet18": 0.125, "resnet50": 0.125, "unet": 0.125, "segnet": 0.125}
 
@@ -50,11 +50,11 @@ def main() -> None:
     print(f"{'model':<18}{'ms/step':>9}{'steps':>7}{'waits for input':>17}  (at most {TARGET:.0%})")
     for model in arguments.only:
         with tempfile.TemporaryDirectory(prefix="tfdist-benchmark-") as folder:
-            found = traced(model, arguments.strategy, Path(folder, "run"))
-        assert found.input_share is not None and found.step_seconds is not None, "the trace has marked steps"
-        verdict = race.verdict(found.input_share <= TARGET)
+            summary = traced(model, arguments.strategy, Path(folder, "run"))
+        assert summary.input_share is not None and summary.step_seconds is not None, "the trace has marked steps"
+        verdict = race.verdict(summary.input_share <= TARGET)
         print(
-            f"{model:<18}{1000 * found.step_seconds:>9.2f}{found.steps:>7}{found.input_share:>17.2%}  {verdict}",
+            f"{model:<18}{1000 * summary.step_seconds:>9.2f}{summary.steps:>7}{summary.input_share:>17.2%}  {verdict}",
             flush=True,
         )
 

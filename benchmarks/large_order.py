@@ -1,9 +1,9 @@
-"""Time and memory of the order of a very large dataset, by default of 10⁹ examples, in processes of its own.
+"""Time and memory to shuffle a very large dataset, by default with 10⁹ examples, in separate processes.
 
 Example: `python -m benchmarks.large_order`
 
-The first process knows the order alone and does not import TensorFlow: the first batch of an epoch, a part of 64 of it,
-and a batch in the middle. The second one reads batches of an `IndexedSource` through `tf.data`.
+The first process only computes the order, without TensorFlow: the first batch of an epoch, one of 64 parts of it, and a
+batch in the middle. The second process reads batches of an `IndexedSource` through `tf.data`.
 """
 
 from __future__ import annotations
@@ -25,22 +25,22 @@ SEED = 1
 
 
 def of_order(examples: int) -> dict[str, float]:
-    """Seconds and MiB of the order of two epochs and its parts, in a process of its own."""
+    """Measures seconds and MiB for the order of two epochs and its parts; for a separate process."""
     from tfdist.data.input import order
 
     before, batches = peak_mib(), examples // BATCH_SIZE
-    found = {}
+    results = {}
     for epoch, when in enumerate(("first", "second")):
         parts = order.Parts(order.epoch_order(examples, SEED, epoch), BATCH_SIZE, rank=3, division=Division(64))
-        found[f"first batch of the {when} epoch, s"] = seconds(lambda: parts.indices[:BATCH_SIZE])  # noqa: B023
-        found[f"its part of rank 3 of 64, {when} epoch, s"] = seconds(lambda: parts.joined(0, 1))  # noqa: B023
-    found["a batch in the middle of an epoch, s"] = seconds(lambda: parts.joined(batches // 2, batches // 2 + 1))
-    found["a million examples in a row, s"] = seconds(lambda: parts.indices[: 1 << 20])
-    return found | {"added by the order, MiB": peak_mib() - before, "peak of the process, MiB": peak_mib()}
+        results[f"first batch of the {when} epoch, s"] = seconds(lambda: parts.indices[:BATCH_SIZE])  # noqa: B023
+        results[f"its part of rank 3 of 64, {when} epoch, s"] = seconds(lambda: parts.joined(0, 1))  # noqa: B023
+    results["a batch in the middle of an epoch, s"] = seconds(lambda: parts.joined(batches // 2, batches // 2 + 1))
+    results["a million examples in a row, s"] = seconds(lambda: parts.indices[: 1 << 20])
+    return results | {"added by the order, MiB": peak_mib() - before, "peak of the process, MiB": peak_mib()}
 
 
 def of_source(examples: int) -> dict[str, float]:
-    """Seconds and MiB of the pipeline of an indexed source, in a process of its own."""
+    """Measures seconds and MiB for the pipeline of an indexed source; for a separate process."""
     import numpy as np
 
     from tfdist.data import DataSpec, IndexedSource
@@ -58,9 +58,9 @@ def of_source(examples: int) -> dict[str, float]:
 
     small = dataclasses.replace(spec, examples={"train": 100_000, "validation": 0, "test": 0})
     large = IndexedSource(spec, read)
-    batches(1, IndexedSource(small, read))  # TensorFlow's own first pipeline
+    batches(1, IndexedSource(small, read))  # TensorFlow's initialization for its first pipeline
     before = peak_mib()
-    found = {
+    results = {
         "first batch of the first epoch, graph included, s": seconds(lambda: batches(1)),
         "first batch of the second epoch, s": seconds(lambda: batches(1, epoch=1)),
         "first batch from the middle of an epoch, s": seconds(
@@ -68,11 +68,11 @@ def of_source(examples: int) -> dict[str, float]:
         ),
         "1000 batches of the rank, s": seconds(lambda: batches(1000, epoch=1)),
     }
-    return found | {"added by the source, MiB": peak_mib() - before, "peak with TensorFlow, MiB": peak_mib()}
+    return results | {"added by the source, MiB": peak_mib() - before, "peak with TensorFlow, MiB": peak_mib()}
 
 
 def peak_mib() -> float:
-    """The largest resident memory of this process so far."""
+    """The peak resident memory of this process so far, in MiB."""
     return race.memory_mib()[0]
 
 
@@ -86,7 +86,7 @@ WHAT = {"order": of_order, "source": of_source}
 
 
 def measure(what: str, examples: int) -> dict[str, float]:
-    """The numbers of `WHAT[what]`, measured in a process of its own."""
+    """The results of `WHAT[what]`, measured in a separate process."""
     command = [sys.executable, "-m", "benchmarks.large_order", "--examples", str(examples), "--only", what]
     done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
     return json.loads(done.stdout.splitlines()[-1])

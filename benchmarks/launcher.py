@@ -1,8 +1,8 @@
-"""The launcher with many processes: seconds, open files, memory and bytes of environment, by their number.
+"""The launcher with many processes: seconds, open files, memory and size of the environment, by their number.
 
-The processes run `cat`, without Python or TensorFlow, on this machine. With several hosts, a script stands for `ssh`,
-and starts the agent of each host here. The bytes of TF_CONFIG are those in the environment of one process; 0 is a
-cluster that is told in a file. The memory is that of the launcher and its agents.
+The processes run `cat`, without Python or TensorFlow, on this machine. With several hosts, a script replaces `ssh`,
+and starts the agent of each host here. The bytes of TF_CONFIG are those in the environment of one process; 0 means that
+a file describes the cluster. The memory is that of the launcher and its agents.
 
 Example: `python -m benchmarks.launcher --processes 64 512 4096 --hosts 1 64`
 """
@@ -35,21 +35,21 @@ ROW = "{:>9}{:>7}{:>5}{:>9}{:>7}{:>10}{:>10}{:>13}{:>11}"
 COLUMNS = ("processes", "hosts", "ssh", "start s", "end s", "launcher", "an agent", "TF_CONFIG B", "memory MB")
 
 
-class Waiting(Job):
-    """A job whose processes wait until somebody writes to a pipe."""
+class WaitingJob(Job):
+    """A job whose processes wait until a pipe is written."""
 
     def argv(self) -> list[str]:
         return ["cat", *self.command]
 
 
 def launch(processes: int, hosts: int, folder: Path) -> int:
-    """Runs the job; this is another process, which its measurement looks at."""
+    """Runs the job, in the process that is measured."""
     addresses = tuple(f"127.0.{host // 200}.{host % 200 + 1}" for host in range(hosts))
-    named = tuple(addresses[rank * hosts // processes] for rank in range(processes)) if hosts > 1 else ()
-    job = Waiting(
+    host_by_rank = tuple(addresses[rank * hosts // processes] for rank in range(processes)) if hosts > 1 else ()
+    job = WaitingJob(
         (str(folder / "pipe"),),
         workers=processes,
-        hosts=named,
+        hosts=host_by_rank,
         start_seconds=START_SECONDS,
         log_dir=folder / "logs",
     )
@@ -58,7 +58,7 @@ def launch(processes: int, hosts: int, folder: Path) -> int:
 
 @dataclass
 class Figures:
-    """What is measured, and what the launcher has said."""
+    """The measured figures, and the standard error of the launcher."""
 
     processes: int
     hosts: int
@@ -75,12 +75,12 @@ class Figures:
     def __str__(self) -> str:
         times = f"{self.start_seconds:.1f}", f"{self.end_seconds:.1f}"
         files = self.launcher_files, self.agent_files
-        rest = f"{self.cluster_bytes:,}", f"{self.memory_bytes / 1e6:.0f}"
-        return ROW.format(self.processes, self.hosts, self.ssh_calls, *times, *files, *rest)
+        sizes = f"{self.cluster_bytes:,}", f"{self.memory_bytes / 1e6:.0f}"
+        return ROW.format(self.processes, self.hosts, self.ssh_calls, *times, *files, *sizes)
 
 
 def measure(processes: int, hosts: int) -> Figures:
-    """Starts processes on simulated hosts, looks at what runs, and ends them."""
+    """Starts processes on simulated hosts, measures them, and ends them."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         os.mkfifo(folder / "pipe")
@@ -105,28 +105,28 @@ def measure(processes: int, hosts: int) -> Figures:
             launcher.kill()
             launcher.wait()
         errors.seek(0)
-        said = errors.read()
+        output = errors.read()
         if code:
-            sys.exit(f"The launcher ended with exit code {code}: {said}")
-        return Figures(processes, hosts, calls, started - began, ended - began_to_end, *figures, said)
+            sys.exit(f"The launcher ended with exit code {code}: {output}")
+        return Figures(processes, hosts, calls, started - began, ended - began_to_end, *figures, output)
 
 
 def wait_for(count: int, launcher: psutil.Process) -> list[psutil.Process]:
-    """The processes of the job, when all of them are there."""
-    until = time.monotonic() + START_SECONDS
-    while time.monotonic() < until and launcher.is_running():
+    """Waits until all processes of the job run, and returns them."""
+    deadline = time.monotonic() + START_SECONDS
+    while time.monotonic() < deadline and launcher.is_running():
         time.sleep(0.1)
-        # To look at each of thousands of processes takes as long as to start some of them.
+        # Inspecting thousands of processes takes as long as starting some of them, so this is checked first.
         if len(psutil.pids()) < count:
             continue
-        found = [each for each in launcher.children(recursive=True) if runs_cat(each)]
-        if len(found) == count:
-            return found
+        processes = [each for each in launcher.children(recursive=True) if runs_cat(each)]
+        if len(processes) == count:
+            return processes
     sys.exit(f"Not all of the {count} processes have started")
 
 
 def runs_cat(process: psutil.Process) -> bool:
-    """Whether this is a process of the job."""
+    """Whether `process` is a process of the job."""
     try:
         return process.name() == "cat"
     except psutil.Error:
@@ -134,7 +134,7 @@ def runs_cat(process: psutil.Process) -> bool:
 
 
 def look(launcher: psutil.Process, waiting: list[psutil.Process]) -> tuple[int, int, int, int, int]:
-    """Open files of the launcher and of an agent, bytes of TF_CONFIG, memory and number of all that supervises."""
+    """Open files of the launcher and of an agent, bytes of TF_CONFIG, and memory and number of the supervisors."""
     agents = [psutil.Process(pid) for pid in {process.ppid() for process in waiting}]
     memory = sum(process.memory_full_info().uss for process in [launcher, *agents])
     others = {process.pid for process in launcher.children(recursive=True)} - {process.pid for process in waiting}

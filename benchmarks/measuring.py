@@ -1,8 +1,8 @@
-"""What measuring costs a training: `Throughput`, `MemoryUsage` and the bytes of the network, beside none of them.
+"""The overhead of measuring during training: `Throughput`, `MemoryUsage` and the count of network bytes.
 
-Epochs of one model in one process, with and without the callbacks in turn. The ratio is that of the two epochs of a
-round, as `tfdist compare` takes it; beside it is the time inside of the callbacks themselves, which other work on the
-machine hides less. Example: `python -m benchmarks.measuring --models mlp cnn`
+Trains epochs of one model in one process, with and without the callbacks in turn. The ratio is that of the two epochs
+of a round, as in `tfdist compare`. The time inside the callbacks is also printed, because other work on the machine
+affects it less. Example: `python -m benchmarks.measuring --models mlp cnn`
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ BATCH = 32
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--repeats", type=int, default=15, help="rounds of two epochs")
-    parser.add_argument("--warmup", type=int, default=2, help="rounds before these")
-    parser.add_argument("--examples", type=int, default=16_000, help="of an epoch")
+    parser.add_argument("--warmup", type=int, default=2, help="warm-up rounds")
+    parser.add_argument("--examples", type=int, default=16_000, help="examples per epoch")
     parser.add_argument("--models", nargs="+", default=["mlp", "cnn"], metavar="NAME")
     arguments = parser.parse_args()
     for name in arguments.models:
@@ -27,7 +27,7 @@ def main() -> None:
 
 
 def measure(name: str, examples: int, warmup: int, repeats: int) -> None:
-    """Measures one model, on pictures of 28 by 28 pixels, and prints what was found."""
+    """Measures one model on images of 28x28 pixels, and prints the results."""
     import keras
     import psutil
 
@@ -36,7 +36,7 @@ def measure(name: str, examples: int, warmup: int, repeats: int) -> None:
     from tfdist.study import ratios
 
     class Bytes(keras.callbacks.Callback):
-        """Reads what the network has sent, as the record of a run does."""
+        """Reads the number of sent bytes, like the record of a run."""
 
         def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
             self.before = psutil.net_io_counters().bytes_sent
@@ -47,9 +47,9 @@ def measure(name: str, examples: int, warmup: int, repeats: int) -> None:
     spent: list[float] = []
 
     def timed(callback: Any) -> Any:
-        """The callback, whose hooks note how long they take."""
+        """Makes the hooks of a callback record their duration."""
         for hook in ("on_train_begin", "on_epoch_begin", "on_train_batch_begin", "on_train_batch_end", "on_epoch_end"):
-            # One that is Keras' own does nothing, and if it were replaced, the loop would call it at each step.
+            # Keras' own hooks do nothing; if they were replaced, the loop would call them at each step.
             if getattr(type(callback), hook) is not getattr(keras.callbacks.Callback, hook):
                 setattr(callback, hook, _timed(getattr(callback, hook), spent))
         return callback
@@ -71,13 +71,13 @@ def measure(name: str, examples: int, warmup: int, repeats: int) -> None:
             strategy.fit(model, feed, epochs=1, callbacks=list(map(timed, measuring)), verbose=0)
             seconds[kind][number - warmup] = time.perf_counter() - began
     measured = [{round_: value for round_, value in seconds[kind].items() if round_ >= 0} for kind in seconds]
-    found, steps = ratios.of_rounds(measured[1], measured[0]), -(-examples // BATCH)
-    assert found is not None
+    ratio, steps = ratios.of_rounds(measured[1], measured[0]), -(-examples // BATCH)
+    assert ratio is not None
     epoch = statistics.median(measured[0].values())
     hooks = sum(spent) / repeats
     print(
-        f"{name}: with / without {found.text}; a step of {1e3 * epoch / steps:.3f} ms, of which "
-        f"{1e6 * hooks / steps:.2f} µs are measuring: {hooks / epoch:.3%}",
+        f"{name}: with / without {ratio.text}; a step takes {1e3 * epoch / steps:.3f} ms, of which the callbacks take "
+        f"{1e6 * hooks / steps:.2f} µs: {hooks / epoch:.3%}",
         flush=True,
     )
 

@@ -1,6 +1,6 @@
-"""Seconds per epoch on two logical CPU devices: stock fit under MirroredStrategy against tfdist.
+"""Seconds per epoch on two logical CPU devices: stock fit under MirroredStrategy, compared with tfdist.
 
-An epoch is a part of Fashion-MNIST, since stock fit is slow here: 9,600 examples for `mlp`, 12,800 for `cnn`.
+An epoch is a part of Fashion-MNIST, because stock fit is slow here: 9,600 examples for `mlp`, 12,800 for `cnn`.
 Example: `python -m benchmarks.mirrored_two --models mlp`
 """
 

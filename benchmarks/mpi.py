@@ -1,4 +1,4 @@
-"""Seconds per epoch in two processes over MPI, each pinned to its own core, against one core and against peers.
+"""Seconds per epoch in two processes over MPI, each pinned to its own core, compared with one core and with peers.
 
 Example: `python -m benchmarks.mpi --models cnn`
 """

@@ -1,7 +1,7 @@
-"""Contestants of two processes that `mpirun` starts, each pinned to its own core, with one thread that computes.
+"""Contestants of two processes that `mpirun` starts, each pinned to its own core, with one compute thread.
 
-The process that takes part in the race becomes `mpirun`, whose rank 0 communicates with the race; the other
-ranks have turns that do not wait.
+The process that takes part in the race becomes `mpirun`, whose rank 0 communicates with the race; the other ranks have
+turns that do not wait.
 """
 
 from __future__ import annotations
@@ -33,26 +33,26 @@ def local_sgd(job: Job, turns: Turns) -> None:
 
 
 def diloco(job: Job, turns: Turns) -> None:
-    """tfdist `local_sgd` over MPI with the rule `diloco`, meeting after 100 steps, or at the end of an epoch."""
+    """tfdist `local_sgd` over MPI with the rule `diloco`, synchronizing every 100 steps and at the end of an epoch."""
     options = {"engine": "mpi", "outer": "diloco", "sync_every": 100}
     _together(diloco, job, turns, lambda own: _tfdist(job, own, "local_sgd", **options))
 
 
 def mpi_split(job: Job, turns: Turns) -> None:
     """tfdist `mpi_split`, averaging at the end of an epoch; each process takes batches of the race's size."""
-    of_all = dataclasses.replace(job, batch_size=job.batch_size * PROCESSES)
+    global_job = dataclasses.replace(job, batch_size=job.batch_size * PROCESSES)
 
     def train(own: Any) -> None:
         _count_steps_of_all(own)
-        _tfdist(of_all, own, "mpi_split")
+        _tfdist(global_job, own, "mpi_split")
 
     _together(mpi_split, job, turns, train)
 
 
 def apart(job: Job, turns: Turns) -> None:
-    """Two trainings with tfdist `single` at once, each on half of the examples, without communication.
+    """Two simultaneous trainings with tfdist `single`, each on half of the examples, without communication.
 
-    This is the limit of the machine, since two cores share its memory and its clock frequency.
+    This is the limit of the machine, because the cores share its memory bandwidth and its clock frequency.
     """
     half = dataclasses.replace(job, examples=job.examples // PROCESSES)
 
@@ -66,7 +66,7 @@ def apart(job: Job, turns: Turns) -> None:
 
 
 def _count_steps_of_all(own: Any, wait_for_all: Callable[[], None] = lambda: None) -> None:
-    """Counts the steps of all processes as those of one; `wait_for_all` synchronizes them if nothing else does."""
+    """Makes the turns count the steps of all processes; `wait_for_all` synchronizes them if nothing else does."""
     begin, end = own.begin, own.end
 
     def begin_with_all(iterations: Any = 0) -> None:
@@ -126,7 +126,7 @@ def _raw_horovod(job: Job, turns: Turns | NoTurns) -> None:
 
 
 def _together(function: Callable[..., None], job: Job, turns: Turns, train: Callable[[Turns | NoTurns], None]) -> None:
-    """Runs `train` in every process of the job, after this one has become its `mpirun`."""
+    """Runs `train` in every process of the job, after replacing this process with `mpirun`."""
     if RANK not in os.environ:
         os.dup2(turns._answers.fileno(), 1)
         options = ["--allow-run-as-root", "--oversubscribe", "--bind-to", "none", "-np", str(PROCESSES)]

@@ -1,8 +1,8 @@
-"""The parts of a `horovod` step on two processes over MPI, and the machine's limit for its communication.
+"""The time of the parts of a `horovod` step on two processes over MPI, and the machine's limit for communication.
 
-Each process is pinned to a core of its own, with one thread that computes. The parts of a step run alone, one after the
-other; both processes begin each part at the same time. A whole step takes longer because it also waits for the other
-process, reads data, computes metrics and schedules operations. It takes less time if parts of a step overlap.
+Each process is pinned to its own core, with one compute thread. The parts of a step run separately, one after the
+other; both processes begin each part at the same time. A complete step takes longer because it also waits for the other
+process, reads data, computes metrics and schedules operations, and it takes less time if parts of the step overlap.
 Example: `python -m benchmarks.mpi_floor`
 """
 
@@ -23,13 +23,13 @@ from benchmarks.cluster_contestants import _as_launched, _pin
 from benchmarks.mpi_contestants import PROCESSES, RANK
 
 MODELS = ("cnn", WIDE)
-BATCH = 128  # of both processes
+BATCH = 128  # global batch size
 STEPS = 40
 WAITING = "waiting, data, dispatch; less what overlaps"
 
 
 def measure(job: race.Job, repeats: int) -> None:
-    """The measurement in one process; rank 0 prints the table."""
+    """Measures in one process; rank 0 prints the table."""
     import numpy as np
     import tensorflow as tf
 
@@ -77,13 +77,13 @@ def measure(job: race.Job, repeats: int) -> None:
 
     def seconds(function: Callable[[], Any]) -> list[float]:
         function()
-        taken = []
+        times = []
         for _ in range(repeats):
             mpi.barrier()
             began = time.perf_counter()
             function()
-            taken.append(time.perf_counter() - began)
-        return taken
+            times.append(time.perf_counter() - began)
+        return times
 
     everything = np.zeros(sum(int(tf.size(buffer)) for buffer in sent), np.float32)
     parts = {
@@ -98,7 +98,7 @@ def measure(job: race.Job, repeats: int) -> None:
         strategy.fit(model, x, y, batch_size=BATCH, epochs=count, verbose=0)
 
     epochs(1)
-    steps = [taken / STEPS for taken in seconds(lambda: epochs(1))]
+    steps = [epoch_seconds / STEPS for epoch_seconds in seconds(lambda: epochs(1))]
     if strategy.world.is_chief:
         _report(job.model, parts, steps, bound, everything.nbytes)
 
@@ -116,7 +116,7 @@ def _report(model: str, parts: dict[str, list[float]], steps: list[float], bound
         line(name, values)
     line(WAITING, [step - sum(statistics.median(values) for values in parts.values())])
     line("step, measured", steps)
-    line("bound: MPI's all-reduce of the same, in place", bound)
+    line("bound: MPI all-reduce of the same bytes", bound)
     rate = size_bytes / statistics.median(bound) / 1e9
     print(f"{size_bytes / 1e6:.1f} MB are summed at {rate:.2f} GB/s at best")
 
@@ -127,9 +127,9 @@ def main() -> None:
     with race.examples(arguments.data_dir) as (folder, _):
         for model in MODELS:
             job = race.Job(model, BATCH, BATCH * STEPS, epochs=0, data=folder)
-            described = [json.dumps(dataclasses.asdict(job)), str(arguments.repeats)]
+            values = [json.dumps(dataclasses.asdict(job)), str(arguments.repeats)]
             options = ["--allow-run-as-root", "--oversubscribe", "--bind-to", "none", "-np", str(PROCESSES)]
-            if os.spawnvp(os.P_WAIT, "mpirun", ["mpirun", *options, sys.executable, "-m", __spec__.name, *described]):
+            if os.spawnvp(os.P_WAIT, "mpirun", ["mpirun", *options, sys.executable, "-m", __spec__.name, *values]):
                 sys.exit(1)
 
 

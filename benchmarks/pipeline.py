@@ -1,12 +1,12 @@
-"""How close a pipeline in one process comes to its bound, and its cuts to the best ones.
+"""The efficiency of a pipeline in one process, compared with its bound, and of its cuts, compared with the best cuts.
 
-    bound      the seconds of a step over (M + S - 1) times those of the slowest stage for a micro-batch; the stages are
-               measured by themselves, and take turns with the step
-    balance    the slowest stage of the automatic cut into two over that of the best cut; whole stages are timed, for
-               the cuts near the place where both take the same time, since a later cut makes the first one slower
+    bound      the seconds per step divided by (M + S - 1) times the seconds of the slowest stage for a micro-batch; the
+               stages are measured separately, in turn with the step
+    balance    the slowest stage of the automatic cut into two stages divided by that of the best cut; complete stages
+               are timed, for the cuts near the point where both take the same time
 
-Each stage computes on a logical CPU device, and each operation with one thread. SGD without momentum updates the
-weights, since the bound has no update in it.
+Each stage computes on a logical CPU device, with one thread per operation. SGD without momentum updates the weights,
+because the bound does not include the update.
 Example: `python -m benchmarks.pipeline`
 """
 
@@ -25,7 +25,7 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 
 BOUND = ("benchmarks.wide:build", "resnet20")
 BALANCE = ("mlp", "cnn", "lenet", "conv_autoencoder", "resnet20", "unet")
-# The options of the drawn data; those of the others are 28 x 28 x 1.
+# The options of the synthetic data; the other models use the default, 28x28x1.
 OPTIONS: dict[str, dict[str, Any]] = {"resnet20": {"shape": (32, 32, 3)}, "unet": {"task": "segmentation"}}
 STAGES, MICRO_BATCHES = 2, 4
 
@@ -47,12 +47,12 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--batch-size", type=int, default=128)
     parser.add_argument("--turns", type=int, default=7)
     parser.add_argument("--what", choices=MEASURES)
-    parser.add_argument("--model", help="measure this model alone")
+    parser.add_argument("--model", help="measure only this model")
     return parser
 
 
-def made(name: str, batch_size: int) -> tuple[Any, Any, Any]:
-    """A compiled model, and a batch of drawn examples."""
+def build(name: str, batch_size: int) -> tuple[Any, Any, Any]:
+    """Returns a compiled model, and a batch of synthetic examples."""
     import keras
 
     import tfdist
@@ -66,14 +66,14 @@ def made(name: str, batch_size: int) -> tuple[Any, Any, Any]:
 
 
 def bound(arguments: argparse.Namespace) -> None:
-    """Prints the seconds of a step over those of the bound."""
+    """Prints the seconds per step divided by the bound."""
     import tfdist
 
     strategy = tfdist.strategy("pipeline", devices=STAGES, micro_batches=MICRO_BATCHES, threads=1, seed=0)
     with strategy.scope():
-        model, x, y = made(arguments.model, arguments.batch_size)
+        model, x, y = build(arguments.model, arguments.batch_size)
     steps = 20
-    strategy.fit(model, x, y, batch_size=arguments.batch_size, epochs=2, verbose=0)  # cut and traced
+    strategy.fit(model, x, y, batch_size=arguments.batch_size, epochs=2, verbose=0)  # cuts and traces
     plan = strategy.plan_of(model)
     stages = [stage(plan, number, arguments.batch_size // MICRO_BATCHES) for number in range(STAGES)]
     ratios, slowest = [], []
@@ -91,7 +91,7 @@ def bound(arguments: argparse.Namespace) -> None:
 
 
 def balance(arguments: argparse.Namespace) -> None:
-    """Prints the seconds of the slowest stage of the automatic cut over those of the best cut."""
+    """Prints the seconds of the slowest stage of the automatic cut divided by those of the best cut."""
     import tensorflow as tf
 
     tf.config.threading.set_intra_op_parallelism_threads(1)
@@ -99,15 +99,15 @@ def balance(arguments: argparse.Namespace) -> None:
 
     from tfdist.pipeline_parallel import plan as plans
 
-    model, *_ = made(arguments.model, arguments.batch_size)
+    model, *_ = build(arguments.model, arguments.batch_size)
     part = arguments.batch_size // MICRO_BATCHES
     automatic = plans.make(model, STAGES, None, "time", part, MICRO_BATCHES)
     cuts = range(1, len(automatic.calls))
     low, high = 1, len(cuts)
     while low < high:
         middle = (low + high) // 2
-        of_stages = [seconds(stage(replace(automatic, begins=[0, middle]), number, part)) for number in range(STAGES)]
-        low, high = (middle + 1, high) if of_stages[0] < of_stages[1] else (low, middle)
+        times = [seconds(stage(replace(automatic, begins=[0, middle]), number, part)) for number in range(STAGES)]
+        low, high = (middle + 1, high) if times[0] < times[1] else (low, middle)
     chosen = automatic.begins[1]
     near = {cut for middle in (low, chosen) for cut in range(middle - 2, middle + 3)} & set(cuts)
     timed = {
@@ -131,7 +131,7 @@ MEASURES: dict[str, Callable[[argparse.Namespace], None]] = {"bound": bound, "ba
 
 
 def stage(plan: Any, number: int, batch_size: int) -> Callable[[], Any]:
-    """A forward and a backward pass of a micro-batch through one stage."""
+    """Returns a function that runs the forward and backward pass of a micro-batch through one stage."""
     import keras
     import tensorflow as tf
 
@@ -140,38 +140,38 @@ def stage(plan: Any, number: int, batch_size: int) -> Callable[[], Any]:
     from tfdist.pipeline_parallel import plan
 
     calls: Sequence[Any] = plan.calls_of(number)
-    inside = {id(one) for call in calls for one in call.outputs}
-    begun = {id(one): one for call in calls for one in call.inputs if id(one) not in inside}
+    computed = {id(tensor) for call in calls for tensor in call.outputs}
+    entering = {id(tensor): tensor for call in calls for tensor in call.inputs if id(tensor) not in computed}
     later = [call for call in plan.calls if call not in calls]
-    used = {id(one) for call in later for one in call.inputs} | {id(one) for one in plan.functional.outputs}
-    inputs = [plan.example(one, batch_size) for one in begun.values()]
-    variables = [tf_variable(one) for one in plan.variables_of(number) if one.trainable]
+    used = {id(tensor) for call in later for tensor in call.inputs} | {id(each) for each in plan.functional.outputs}
+    inputs = [plan.example(tensor, batch_size) for tensor in entering.values()]
+    variables = [tf_variable(variable) for variable in plan.variables_of(number) if variable.trainable]
 
     @tf.function(autograph=False)
     def passes() -> Any:
         with keras.StatelessScope(), tf.GradientTape() as tape:
             tape.watch(inputs)
-            known = dict(zip(begun, inputs, strict=True))
+            values = dict(zip(entering, inputs, strict=True))
             for call in calls:
-                named = {"training": True} if keras_stages.takes_training(call.operation) else {}
-                results = tf.nest.flatten(call.run([known[id(one)] for one in call.inputs], **named))
-                known.update(zip(map(id, call.outputs), results, strict=True))
-            outputs = [value for key, value in known.items() if key in used and key in inside]
+                options = {"training": True} if keras_stages.takes_training(call.operation) else {}
+                results = tf.nest.flatten(call.run([values[id(tensor)] for tensor in call.inputs], **options))
+                values.update(zip(map(id, call.outputs), results, strict=True))
+            outputs = [value for key, value in values.items() if key in used and key in computed]
         sources = [*variables, *(inputs if number else [])]
-        return [one for one in tape.gradient(outputs, sources) if one is not None]
+        return [gradient for gradient in tape.gradient(outputs, sources) if gradient is not None]
 
     return passes
 
 
 def seconds(run: Callable[[], Any]) -> float:
-    """The fastest of a few runs."""
+    """The seconds of the fastest of five runs, after a warm-up run."""
     run()
-    found = []
+    times = []
     for _ in range(5):
-        begun = time.perf_counter()
+        began = time.perf_counter()
         run()
-        found.append(time.perf_counter() - begun)
-    return min(found)
+        times.append(time.perf_counter() - began)
+    return min(times)
 
 
 if __name__ == "__main__":

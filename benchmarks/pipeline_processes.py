@@ -1,10 +1,10 @@
-"""A pipeline of two processes: the memory of each beside that of the whole model, and its speed beside PyTorch's.
+"""A pipeline of two processes: its memory compared with the whole model, and its speed compared with PyTorch.
 
-    memory    what training adds to the process of each stage, over what it adds to one process with the whole model
-    speed     GPipe by hand in PyTorch (`torch.distributed.pipelining`, gloo) over `pipeline`: the same dense model of
-              6.6 million parameters, cut at the same layer, micro-batches, Adam, and one thread in each process
-    schedules one process over `pipeline` with each schedule: that model, two thirds of whose work are in one layer, and
-              one of six equal layers (`--model even`), which two stages can divide
+    memory    the memory that training adds to the process of a stage, relative to one process with the whole model
+    speed     time of GPipe by hand in PyTorch (`torch.distributed.pipelining`, gloo) / time of `pipeline`, for the same
+              dense model of 6.6 million parameters, cut, micro-batches, Adam, and one thread per process
+    schedules time of one process / time of `pipeline` with each schedule, for that model, which has two thirds of its
+              work in one layer, and for a model of six equal layers (`--model even`)
 
 Each measurement is a fresh job on this machine; the kinds take turns, and the last figure is the median of the ratios.
 Example: `python -m benchmarks.pipeline_processes --torch /tmp/torch/bin/python`
@@ -29,7 +29,7 @@ from benchmarks.checkpoints import ROOT, peak, reset_peak
 from benchmarks.sharding import epoch_timer
 
 WIDE = [784, 2048, 2048, 512, 10]
-BALANCED = [64, *[2048] * 9, 64]  # layers that divide evenly; the data are small beside them
+BALANCED = [64, *[2048] * 9, 64]  # layers that divide evenly, with small data
 EVEN = [*[1024] * 7, 10]
 CUTS = {"wide": 1, "even": 3}  # the first layer of the second stage
 SCHEDULES = ("gpipe", "1f1b", "2bw")
@@ -53,12 +53,12 @@ def main() -> None:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--what", nargs="+", choices=["memory", "speed", "schedules"], default=["memory", "speed"])
-    parser.add_argument("--torch", help="a Python with PyTorch; without it, one process is what speed is compared with")
+    parser.add_argument("--torch", help="a Python with PyTorch; without it, speed is compared with one process")
     parser.add_argument("--schedule", choices=SCHEDULES, default="gpipe")
     parser.add_argument("--model", choices=CUTS, default="wide")
     parser.add_argument("--micro-batches", type=int, default=4)
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=40, help="that are timed, after as many that are not")
+    parser.add_argument("--steps", type=int, default=40, help="timed steps, after as many warm-up steps")
     parser.add_argument("--kind", help=argparse.SUPPRESS)
     parser.add_argument("--of", help=argparse.SUPPRESS)
     parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
@@ -68,20 +68,20 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _compare(arguments: argparse.Namespace, what: str, kinds: list[str], number: str) -> None:
-    """Prints the numbers of each kind, and the ratios of the first to the others."""
+    """Prints the numbers of each kind, and the ratios of the first kind to the others."""
     ratios: list[list[float]] = []
-    found = []
+    rounds = []
     for _ in range(arguments.repeats):
         runs = [start(arguments, kind, what) for kind in kinds]
         largest = [max(process[number] for process in run) for run in runs]
-        ratios.append([largest[0] / one for one in largest[1:]])
-        found.append([[round(process[number] / (1e6 if number == "bytes" else 1), 1) for process in r] for r in runs])
-    unit = "MB" if number == "bytes" else "ms a step"
+        ratios.append([largest[0] / value for value in largest[1:]])
+        rounds.append([[round(process[number] / (1e6 if number == "bytes" else 1), 1) for process in r] for r in runs])
+    unit = "MB" if number == "bytes" else "ms per step"
     for index, kind in enumerate(kinds):
-        print(f"{what}, {kind:<9} {unit}, of each process: {[run[index] for run in found]}", flush=True)
-    for kind, of_kind in zip(kinds[1:], zip(*ratios, strict=True), strict=True):
-        each = [round(ratio, 3) for ratio in of_kind]
-        print(f"{what}: {kinds[0]} over {kind} {statistics.median(of_kind):.3f}, of {each}", flush=True)
+        print(f"{what}, {kind:<9} {unit}, by process: {[runs[index] for runs in rounds]}", flush=True)
+    for kind, kind_ratios in zip(kinds[1:], zip(*ratios, strict=True), strict=True):
+        rounded = [round(ratio, 3) for ratio in kind_ratios]
+        print(f"{what}: {kinds[0]} / {kind} {statistics.median(kind_ratios):.3f}, median of {rounded}", flush=True)
 
 
 def start(arguments: argparse.Namespace, kind: str, what: str) -> list[dict[str, float]]:
@@ -94,22 +94,22 @@ def start(arguments: argparse.Namespace, kind: str, what: str) -> list[dict[str,
             job = ["-m", "tfdist.launch", "--workers", "2", "--log-dir", f"{folder}/logs"]
             commands = [[sys.executable, *job, *script]]
         elif kind == "torch":
-            with socket.create_server(("localhost", 0)) as held:
-                address = f"localhost:{held.getsockname()[1]}"
-            own = ["--address", address, "--rank"]
-            commands = [[arguments.torch, *script, *own, str(rank)] for rank in range(2)]
+            with socket.create_server(("localhost", 0)) as listener:
+                address = f"localhost:{listener.getsockname()[1]}"
+            options = ["--address", address, "--rank"]
+            commands = [[arguments.torch, *script, *options, str(rank)] for rank in range(2)]
         environment = os.environ | {"PYTHONPATH": str(ROOT), "TF_CPP_MIN_LOG_LEVEL": "3", "OMP_NUM_THREADS": "1"}
-        started = [
+        processes = [
             subprocess.Popen(command, env=environment, cwd=ROOT, stdout=subprocess.DEVNULL) for command in commands
         ]
-        ended = [process.wait() for process in started]
-        if any(ended):
+        exit_codes = [process.wait() for process in processes]
+        if any(exit_codes):
             sys.exit(f"`{kind}` failed: {' '.join(commands[0])}")
         return [json.loads(path.read_text()) for path in sorted(Path(folder).glob("*.json"))]
 
 
 def train(arguments: argparse.Namespace) -> dict[str, Any]:
-    """One process of tfdist: its numbers."""
+    """Trains in one process of tfdist, and returns its numbers."""
     import keras
     import numpy as np
 
@@ -148,7 +148,7 @@ def _widths(arguments: argparse.Namespace) -> list[int]:
 
 
 def torch_stage(arguments: argparse.Namespace) -> dict[str, Any]:
-    """One process of PyTorch: its numbers."""
+    """Trains in one process of PyTorch, and returns its numbers."""
     import torch
     import torch.distributed as dist
     from torch import nn

@@ -1,4 +1,4 @@
-"""Examples per second of input pipelines alone, second epochs: tfdist's and the same pipeline by hand.
+"""Examples per second of input pipelines alone, after the first epoch: tfdist's pipeline and the same by hand.
 
 | race | by hand, following the tf.data performance guide | as most people write it |
 |---|---|---|
@@ -7,7 +7,7 @@
 | CamVid's files, crops and flips of pictures and masks | shuffle, parallel map, parallel batch, prefetch | |
 | CamVid, decoded once | parallel map, cache, shuffle, parallel map, parallel batch, prefetch | |
 
-The epochs of the contestants take turns, since a machine's speed drifts. Races without data are left out.
+The epochs of the contestants take turns, because a machine's speed drifts. Races without data are left out.
 
 Example: `python -m benchmarks.pipelines --data-dir PREPARED --files FOLDER`, where `--files` has the folders
 `cifar10` and `camvid`.
@@ -56,7 +56,7 @@ def fashion_mnist(data_dir: str, batch_size: int) -> tuple[int, dict[str, Epoch]
 
 
 def cifar(folder: Path, batch_size: int) -> tuple[int, dict[str, Epoch]]:
-    """Contestants on CIFAR's pictures in memory, padded, cropped and flipped at random."""
+    """Contestants on CIFAR's images in memory, padded, cropped and flipped at random."""
     import tensorflow as tf
 
     import tfdist.data
@@ -82,9 +82,9 @@ def cifar(folder: Path, batch_size: int) -> tuple[int, dict[str, Epoch]]:
 
 
 def camvid(folder: Path, batch_size: int, *, decoded_once: bool = False) -> tuple[int, dict[str, Epoch]]:
-    """Contestants on CamVid's files; pictures and masks padded, cropped and flipped.
+    """Contestants on CamVid's files; images and masks are padded, cropped and flipped.
 
-    Without `decoded_once` each file is decoded in every epoch; with it tfdist chooses, and there is enough memory.
+    Without `decoded_once`, each file is decoded in every epoch; with it, tfdist chooses to cache, given enough memory.
     """
     import tensorflow as tf
 
@@ -120,28 +120,28 @@ def camvid(folder: Path, batch_size: int, *, decoded_once: bool = False) -> tupl
     }
 
 
-def seconds_an_epoch(contestants: dict[str, Epoch], repeats: int) -> dict[str, list[float]]:
-    """The epochs after the first, which fills caches; the contestants take turns."""
-    found: dict[str, list[float]] = {name: [] for name in contestants}
+def epoch_seconds(contestants: dict[str, Epoch], repeats: int) -> dict[str, list[float]]:
+    """The seconds of the epochs after the first, which fills caches; the contestants take turns."""
+    times: dict[str, list[float]] = {name: [] for name in contestants}
     for epoch in range(repeats + 1):
         for name, make in contestants.items():
             began = time.perf_counter()
             for _ in make(epoch):
                 pass
-            found[name].append(time.perf_counter() - began)
-    return {name: seconds[1:] for name, seconds in found.items()}
+            times[name].append(time.perf_counter() - began)
+    return {name: seconds[1:] for name, seconds in times.items()}
 
 
 def races(data_dir: str | None, files: Path | None, batch_size: int) -> Iterator[tuple[str, int, dict[str, Epoch]]]:
-    """The races whose data exist."""
+    """Yields the races whose data exist."""
     if data_dir and Path(data_dir, "fashion_mnist").is_dir():
         yield "Fashion-MNIST in memory", *fashion_mnist(data_dir, batch_size)
-    of_files = (
+    file_races = (
         ("CIFAR in memory", "cifar10", cifar),
         ("CamVid's files", "camvid", camvid),
         ("CamVid, decoded once", "camvid", functools.partial(camvid, decoded_once=True)),
     )
-    for name, folder, race in of_files:
+    for name, folder, race in file_races:
         if files and (files / folder).is_dir():
             yield name, *race(files / folder, batch_size)
 
@@ -154,11 +154,11 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=5, help="epochs after the first (default: %(default)s)")
     arguments = parser.parse_args()
     for name, examples, contestants in races(arguments.data_dir, arguments.files, arguments.batch_size):
-        seconds = seconds_an_epoch(contestants, arguments.repeats)
+        seconds = epoch_seconds(contestants, arguments.repeats)
         print(f"\n{name}, {examples:,} examples, batch {arguments.batch_size}")
-        for contestant, each in seconds.items():
-            ratios = [theirs / ours for theirs, ours in zip(each, seconds["tfdist"], strict=True)]
-            rate = examples / statistics.median(each)
+        for contestant, times in seconds.items():
+            ratios = [theirs / ours for theirs, ours in zip(times, seconds["tfdist"], strict=True)]
+            rate = examples / statistics.median(times)
             low, middle, high = min(ratios), statistics.median(ratios), max(ratios)
             line = f"  {contestant:10} {rate:12,.0f} examples/s"
             if contestant != "tfdist":

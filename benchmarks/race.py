@@ -1,4 +1,4 @@
-"""A race: contestants do the same work, each in a separate process, one epoch each in turn: A B C A B C …
+"""A race: contestants do the same work in separate processes, one epoch each in turn: A B C A B C …
 
     parent                                   worker, one per contestant, alive for the whole race
       ├─ starts them, one after the other      contestant(job, turns): loads, builds, tunes itself
@@ -7,12 +7,12 @@
       │            <- {"seconds", "steps", …}  turns.end(loss, iterations)
       └─ closes the pipe                       ends
 
-Contestants are processes because thread counts, devices and XLA's settings belong to a process, and because peers must
-not warm each other's caches. They take turns because a machine's speed drifts. The parent imports neither TensorFlow
-nor PyTorch.
+Contestants are processes because thread counts, devices and XLA's settings are per process, and because peers must not
+warm each other's caches. They take turns because a machine's speed drifts. The parent imports neither TensorFlow nor
+PyTorch.
 
-A contestant is a training script as people write it, a function of a `Job`, whose epochs lie between `turns.begin()`
-and `turns.end(...)`; `Turns.callback()` does that for `model.fit`.
+A contestant is a usual training script, as a function of a `Job`, that calls `turns.begin()` before each epoch and
+`turns.end(...)` after it; `Turns.callback()` does this for `model.fit`.
 """
 
 from __future__ import annotations
@@ -47,14 +47,14 @@ LOSS_BAND = 0.2
 
 @dataclass(frozen=True)
 class Job:
-    """The work, the same for all contestants.
+    """The work of all contestants.
 
     Attributes:
         model: a model of `tfdist.models`.
         batch_size: examples per step, over all devices.
         examples: the number of training examples.
         epochs: the number of turns.
-        data: the folder that `benchmarks.data` wrote.
+        data: the folder written by `benchmarks.data`.
         devices: the number of logical CPU devices, if a contestant uses several.
         seed: the seed of weights, dropout and order.
     """
@@ -75,7 +75,7 @@ class Job:
 
 @dataclass(frozen=True)
 class Goal:
-    """A ratio to reach: the time of `peer` over that of `ours`."""
+    """A target for the ratio of the time of `peer` to that of `ours`."""
 
     peer: str
     ours: str
@@ -99,7 +99,7 @@ class Turns:
 
     Attributes:
         note: the contestant's settings, which are printed.
-        polls: whether its processes keep a core busy while they wait, and must be paused in the meantime.
+        polls: whether its processes use a core while they wait, and must therefore be paused between turns.
     """
 
     def __init__(self, job: Job, commands: IO[str], answers: IO[str]):
@@ -120,7 +120,12 @@ class Turns:
         self._started = time.perf_counter()
 
     def end(self, loss: Any, iterations: Any) -> None:
-        """Ends the turn: the epoch's training loss (reading it waits for the work) and the optimizer's steps so far."""
+        """Ends the turn.
+
+        Args:
+            loss: the epoch's training loss; reading it waits for the computation.
+            iterations: the optimizer's number of steps so far.
+        """
         loss = float(loss)
         seconds = time.perf_counter() - self._started
         steps = int(iterations) - self._iterations
@@ -158,7 +163,7 @@ class Turns:
 
 
 class _LazyIterations:
-    """The optimizer's steps, which are read only after the clock has stopped."""
+    """The optimizer's number of steps, which is read only after the time is taken."""
 
     def __init__(self, model: Any):
         self._model = model
@@ -168,10 +173,10 @@ class _LazyIterations:
 
 
 def memory_mib() -> tuple[float, float]:
-    """The peak resident memory of this process so far, and the memory that is resident now, in MiB."""
+    """The peak resident memory of this process so far, and its current resident memory, in MiB."""
     resident = psutil.Process().memory_info().rss / 2**20
     with contextlib.suppress(OSError):
-        # Of this program only; `ru_maxrss` of a child begins with the memory of its parent at the fork.
+        # Counts only this program; `ru_maxrss` of a child starts with the memory of its parent at the fork.
         for line in Path("/proc/self/status").read_text().splitlines():
             if line.startswith("VmHWM:"):
                 return int(line.split()[1]) / 1024, resident
@@ -195,12 +200,12 @@ class Worker:
         self._rest()
 
     def turn(self) -> dict[str, Any]:
-        """Makes the worker run one epoch; returns its answer once it is ready for the next one, or has ended."""
+        """Makes the worker run one epoch, and returns its answer when it is ready for the next epoch or has ended."""
         assert self._process.stdin
         self._signal(signal.SIGCONT)
         self._process.stdin.write("go\n")
         self._process.stdin.flush()
-        answer = self._hear()
+        answer = self._receive()
         self._rest()
         return answer
 
@@ -218,18 +223,18 @@ class Worker:
         self._log.close()
 
     def _rest(self) -> None:
-        """Waits until the worker waits for its next turn, or has ended, and does not use the cores."""
-        if self._hear().get("polls"):
+        """Waits until the worker is ready for its next turn or has ended, and pauses it if it polls."""
+        if self._receive().get("polls"):
             self._signal(signal.SIGSTOP)
 
     def _signal(self, number: signal.Signals) -> None:
-        """Sends a signal to the process and everything that it has started."""
+        """Sends a signal to the process and its descendants."""
         with contextlib.suppress(psutil.NoSuchProcess):
             process = psutil.Process(self._process.pid)
             for member in [process, *process.children(recursive=True)]:
                 member.send_signal(number)
 
-    def _hear(self) -> dict[str, Any]:
+    def _receive(self) -> dict[str, Any]:
         assert self._process.stdout
         line = self._process.stdout.readline()
         if not line:
@@ -243,7 +248,7 @@ def run(job: Job, contestants: Mapping[str, str], *, warmup: int, repeats: int) 
     """Races `contestants` (name: `module:function`): `warmup` turns each, then `repeats` rounds that count.
 
     Raises:
-        RuntimeError: a contestant failed, or did other work than `job`.
+        RuntimeError: a contestant failed, or did not do the work of `job`.
     """
     job = dataclasses.replace(job, epochs=warmup + repeats)
     tracks = {name: Track() for name in contestants}
@@ -290,7 +295,7 @@ def report(title: str, tracks: Mapping[str, Track], goals: Sequence[Goal]) -> No
             f"{'!' if outside else ' '} {track.notes[-1]}"
         )
         if outside:
-            print(f"  ! the loss differs by more than {LOSS_BAND:.0%} from the others: is it the same work?")
+            print(f"  ! the loss differs by more than {LOSS_BAND:.0%} from the median: is it the same work?")
     goals = [goal for goal in goals if goal.peer in tracks and goal.ours in tracks]
     if goals:
         print(f"\n{'ratio':<44}{'of medians':>11}{'by round: min':>15}{'max':>7}{'target':>8}")
@@ -302,7 +307,7 @@ def report(title: str, tracks: Mapping[str, Track], goals: Sequence[Goal]) -> No
 def _report_goal(goal: Goal, tracks: Mapping[str, Track]) -> None:
     peer, ours = tracks[goal.peer].seconds, tracks[goal.ours].seconds
     ratio = statistics.median(peer) / statistics.median(ours)
-    rounds = [theirs / mine for theirs, mine in zip(peer, ours, strict=True)]
+    rounds = [peer_seconds / our_seconds for peer_seconds, our_seconds in zip(peer, ours, strict=True)]
     target = ""
     if goal.target is not None:
         target = f"{goal.target:>8.2f}  {verdict(ratio >= goal.target)}"
@@ -312,15 +317,15 @@ def _report_goal(goal: Goal, tracks: Mapping[str, Track]) -> None:
 
 
 def verdict(reached: bool) -> str:
-    """Whether a target was reached, in one word."""
+    """ "reached" or "MISSED"."""
     return "reached" if reached else "MISSED"
 
 
 def parser(description: str | None, *, repeats: int = 5, warmup: int = 2) -> argparse.ArgumentParser:
-    """The options of all programs."""
+    """The parser with the common options of the programs."""
     result = argparse.ArgumentParser(description=(description or "").splitlines()[0])
-    result.add_argument("--repeats", type=_at_least(1), default=repeats, help="measured turns of each contestant")
-    result.add_argument("--warmup", type=_at_least(0), default=warmup, help="warm-up turns of each contestant")
+    result.add_argument("--repeats", type=_at_least(1), default=repeats, help="measured turns per contestant")
+    result.add_argument("--warmup", type=_at_least(0), default=warmup, help="warm-up turns per contestant")
     result.add_argument(
         "--data-dir",
         default=os.environ.get("TFDS_DATA_DIR"),
@@ -330,22 +335,21 @@ def parser(description: str | None, *, repeats: int = 5, warmup: int = 2) -> arg
     return result
 
 
-def _at_least(least: int) -> Any:
+def _at_least(minimum: int) -> Any:
     def integer(text: str) -> int:
-        if int(text) < least:
-            raise argparse.ArgumentTypeError(f"`{text}` is below {least}")
+        if int(text) < minimum:
+            raise argparse.ArgumentTypeError(f"`{text}` is below {minimum}")
         return int(text)
 
     return integer
 
 
 def chosen(contestants: Mapping[str, str], only: Sequence[str] | None) -> dict[str, str]:
-    """The contestants that `--only` names; all of them without it."""
+    """The contestants in `only`, or all contestants if it is empty."""
     unknown = set(only or ()) - set(contestants)
     if unknown:
-        sys.exit(
-            f"Unknown contestant {', '.join(f'`{name}`' for name in sorted(unknown))}; there are: {list(contestants)}"
-        )
+        names = ", ".join(f"`{name}`" for name in sorted(unknown))
+        sys.exit(f"Unknown contestant {names}; the contestants are: {list(contestants)}")
     return {name: function for name, function in contestants.items() if not only or name in only}
 
 
@@ -356,7 +360,7 @@ def run_models(
     batch_sizes: Mapping[str, int],
     examples_of: Mapping[str, int],
 ) -> None:
-    """The program that races the contestants of each model, with one core per process; all by the model's name."""
+    """The program that races the contestants of each model, with one core per process; the mappings are by model."""
     options = parser(description)
     options.add_argument("--models", nargs="+", choices=goals, default=list(goals))
     arguments = options.parse_args()
@@ -373,14 +377,14 @@ def run_models(
 
 @contextlib.contextmanager
 def examples(data_dir: str | None) -> Iterator[tuple[str, bool]]:
-    """A folder with the arrays, for as long as the context lasts, and whether they are the real dataset."""
+    """A context with a folder with the arrays, and whether they are the real dataset."""
     with tempfile.TemporaryDirectory(prefix="tfdist-benchmark-") as folder:
         yield folder, data.prepare(Path(folder), data_dir)
 
 
 def main() -> None:
     """The worker: `python -m benchmarks.race MODULE:FUNCTION JOB`."""
-    # The output of the contestant must not appear between the lines of the protocol.
+    # The contestant's output must not mix with the lines of the protocol.
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     module, function = sys.argv[1].split(":")

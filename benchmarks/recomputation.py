@@ -1,7 +1,7 @@
-"""What `recompute` saves and costs: peak memory of a process that trains, and seconds of a step, with it and without.
+"""The savings and the cost of `recompute`: peak memory of a training process, and seconds per step, with and without.
 
 Each measurement is a fresh process that trains on synthetic examples with `single`; the two kinds take turns. The
-memory is what the process has at most, less what it had after it has trained a tiny model.
+memory is the peak of the process, minus its memory after training a tiny model.
 Example: `python -m benchmarks.recomputation --models unet resnet50`
 """
 
@@ -20,7 +20,7 @@ from typing import Any
 
 from benchmarks.checkpoints import ROOT, peak, reset_peak
 
-# The options of the dataset `synthetic` for each model.
+# The options of the dataset `synthetic`, by model.
 EXAMPLES: dict[str, dict[str, Any]] = {
     "unet": {"task": "segmentation", "shape": (128, 128, 3), "classes": 3},
     "resnet50": {"task": "classification", "shape": (224, 224, 3), "classes": 1000},
@@ -42,17 +42,17 @@ def main() -> None:
     if arguments.kind is not None:
         train(arguments)
         return
-    print(f"{'model':<12}{'recompute':<12}{'MiB':>8}{'s a step':>12}{'memory':>10}{'time':>8}")
+    print(f"{'model':<12}{'recompute':<12}{'MiB':>8}{'s per step':>12}{'memory':>10}{'time':>8}")
     for model in arguments.models:
-        found: dict[str, list[dict[str, float]]] = {kind: [] for kind in KINDS}
+        results: dict[str, list[dict[str, float]]] = {kind: [] for kind in KINDS}
         for _ in range(arguments.repeats):
             for kind in KINDS:
-                found[kind].append(start(arguments, model, kind))
-        for kind, runs in found.items():
+                results[kind].append(start(arguments, model, kind))
+        for kind, runs in results.items():
             memory = statistics.median(run["bytes"] for run in runs)
             seconds = statistics.median(run["seconds"] for run in runs)
             ratios = [
-                statistics.median(one[what] / plain[what] for one, plain in zip(runs, found["plain"], strict=True))
+                statistics.median(run[what] / plain[what] for run, plain in zip(runs, results["plain"], strict=True))
                 for what in ("bytes", "seconds")
             ]
             line = f"{model:<12}{kind:<12}{memory / 2**20:>8.0f}{seconds:>12.2f}{ratios[0]:>10.2f}{ratios[1]:>8.2f}"
@@ -64,8 +64,8 @@ def parser() -> argparse.ArgumentParser:
     options = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     options.add_argument("--models", nargs="+", choices=EXAMPLES, default=["unet", "resnet50"])
     options.add_argument("--batch-size", type=int, default=16)
-    options.add_argument("--steps", type=int, default=2, help="of an epoch")
-    options.add_argument("--epochs", type=int, default=3, help="of which the fastest counts, after a first one")
+    options.add_argument("--steps", type=int, default=2, help="steps per epoch")
+    options.add_argument("--epochs", type=int, default=3, help="timed epochs after a warm-up epoch; the fastest counts")
     options.add_argument("--repeats", type=int, default=3)
     options.add_argument("--kind", help=argparse.SUPPRESS)
     options.add_argument("--file", help=argparse.SUPPRESS)
@@ -73,7 +73,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def start(arguments: argparse.Namespace, model: str, kind: str) -> dict[str, float]:
-    """The numbers of one process."""
+    """Trains in a fresh process, and returns its numbers."""
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder, "numbers.json")
         command = [sys.executable, "-m", "benchmarks.recomputation", "--models", model, "--kind", kind]
@@ -86,7 +86,7 @@ def start(arguments: argparse.Namespace, model: str, kind: str) -> dict[str, flo
 
 
 def train(arguments: argparse.Namespace) -> None:
-    """One process: trains, and leaves its numbers in the file."""
+    """Trains in this process, and writes its numbers to the file."""
     import keras
 
     import tfdist
@@ -100,7 +100,7 @@ def train(arguments: argparse.Namespace) -> None:
     epochs: list[float] = []
 
     class Timer(keras.callbacks.Callback):
-        """The seconds of each epoch."""
+        """Measures the seconds of each epoch."""
 
         def on_epoch_begin(self, epoch: int, logs: object = None) -> None:
             self.began = time.perf_counter()
@@ -116,7 +116,7 @@ def train(arguments: argparse.Namespace) -> None:
 
 
 def warm_up(strategy: Any) -> None:
-    """Trains a tiny model, so that what TensorFlow makes once is there."""
+    """Trains a tiny model, so that TensorFlow's initialization does not count."""
     import keras
     import numpy as np
 
@@ -138,7 +138,7 @@ def examples(name: str, count: int) -> tuple[Any, Any]:
 
 
 def compiled(strategy: Any, name: str) -> Any:
-    """The model, compiled for its task with its usual optimizer."""
+    """Returns the model, compiled for its task with its usual optimizer."""
     import keras
 
     from tfdist import data, models, tasks

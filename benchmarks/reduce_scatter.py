@@ -1,6 +1,6 @@
-"""Seconds of a reduce-scatter over sockets, against an all-reduce of which each process keeps its part.
+"""Milliseconds of a reduce-scatter over sockets, compared with an all-reduce of which each process keeps its part.
 
-Both run in turn in the same processes of this machine, on float32 arrays.
+Both run in turn in the same processes on this machine, with float32 arrays.
 Example: `python -m benchmarks.reduce_scatter --processes 2 --megabytes 1 32`
 """
 
@@ -14,11 +14,11 @@ import statistics
 import time
 from multiprocessing.connection import Connection
 
-PORT = 2000  # of no server: only the hosts are used
+PORT = 2000  # nothing listens on it, because only the hosts are used
 
 
 def measure(rank: int, size: int, megabytes: list[float], repeats: int, pipe: Connection) -> None:
-    """One process; rank 0 prints the table."""
+    """Measures in one process; rank 0 prints the table."""
     import numpy as np
 
     from tfdist.groups.socket_group import SocketGroup
@@ -42,7 +42,7 @@ def measure(rank: int, size: int, megabytes: list[float], repeats: int, pipe: Co
         seconds: dict[str, list[float]] = {name: [] for name in ways}
         for turn in range(repeats + 2):
             for name, way in ways.items():
-                group.sum(np.zeros(1, np.float32))  # all begin together
+                group.sum(np.zeros(1, np.float32))  # synchronizes the processes
                 began = time.perf_counter()
                 way()
                 if turn >= 2:
@@ -70,10 +70,10 @@ def main() -> None:
         ]
         for worker in workers:
             worker.start()
-        for _ in range(2):  # what they say while they connect
-            said = [pipe.recv() for pipe, _ in pipes]
+        for _ in range(2):  # messages for connecting
+            messages = [pipe.recv() for pipe, _ in pipes]
             for pipe, _ in pipes:
-                pipe.send(said)
+                pipe.send(messages)
         for worker in workers:
             worker.join()
 

@@ -1,8 +1,8 @@
 """Seconds per epoch: `resnet20`, SGD with momentum, batch 128, CIFAR-10 padded, cropped and flipped at random.
 
-All contestants use the same tf.data pipeline, tfdist's. Without CIFAR's files the pictures are synthetic.
+All contestants use tfdist's tf.data pipeline. Without CIFAR's files the images are synthetic.
 
-Example: `python -m benchmarks.resnet20_epoch --files FOLDER`, which has the folder `cifar10`.
+Example: `python -m benchmarks.resnet20_epoch --files FOLDER`, where FOLDER has the folder `cifar10`.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def fit(job: Job, turns: Turns) -> None:
 
 
 def fit_tuned(job: Job, turns: Turns) -> None:
-    """Stock Keras without XLA, ten steps per call; steps are so long that more would not matter."""
+    """Stock Keras without XLA, with ten steps per call; steps are too long for more to matter."""
     _train(_compiled(job, jit_compile=False, steps_per_execution=10), job, turns)
 
 
@@ -61,7 +61,7 @@ def _train(model: Any, job: Job, turns: Turns) -> None:
 
 
 def _source(job: Job) -> Any:
-    """The first `job.examples` training pictures of CIFAR's files in `job.data`, or synthetic ones."""
+    """The first `job.examples` training images of CIFAR's files in `job.data`, or synthetic images."""
     import tfdist.data
 
     if job.data:
@@ -76,9 +76,9 @@ def main() -> None:
     arguments = parser.parse_args()
     contestants = race.chosen(CONTESTANTS, arguments.only)
     folder = Path(arguments.files, "cifar10") if arguments.files else None
-    there = folder is not None and folder.is_dir()
-    print(f"data: {'CIFAR-10' if there else 'SYNTHETIC, synthetic pictures of 32x32x3'}", flush=True)
-    data = str(folder) if there else ""
+    exists = folder is not None and folder.is_dir()
+    print(f"data: {'CIFAR-10' if exists else 'SYNTHETIC, images of 32x32x3'}", flush=True)
+    data = str(folder) if exists else ""
     job = Job("resnet20", batch_size=128, examples=arguments.examples, epochs=0, data=data)
     tracks = race.run(job, contestants, warmup=arguments.warmup, repeats=arguments.repeats)
     race.report(f"resnet20, batch 128, {job.examples:,} examples: seconds per epoch", tracks, GOALS)

@@ -1,7 +1,7 @@
-"""What `shard` saves and costs: the peak memory of a process, and the seconds of a step, with and without it.
+"""The savings and the cost of `shard`: the peak memory of a process and the time per step, with and without it.
 
 Each measurement is a fresh job of two processes on this machine, or one process on one core; the kinds take turns.
-Adam trains a dense model; the memory is what training adds to the process, per parameter.
+Adam trains a dense model; the memory is the memory per parameter that training adds to the process.
 Example: `python -m benchmarks.sharding --strategy horovod --launcher=--mpi`
 """
 
@@ -28,18 +28,19 @@ def main() -> None:
     if arguments.kind is not None:
         train(arguments)
         return
-    found: dict[str, list[list[dict[str, float]]]] = {kind: [] for kind in arguments.kinds}
+    results: dict[str, list[list[dict[str, float]]]] = {kind: [] for kind in arguments.kinds}
     for _ in range(arguments.repeats):
         for kind in arguments.kinds:
-            found[kind].append(start(arguments, kind))
+            results[kind].append(start(arguments, kind))
     print(
         f"{arguments.strategy}, layers of {arguments.widths}, {arguments.optimizer}, batch size {arguments.batch_size}"
     )
-    print(f"{'shard':<12}{'bytes a parameter':>20}{'ms a step':>12}{'speed of one core':>20}")
-    for kind, runs in found.items():
+    print(f"{'shard':<12}{'bytes per parameter':>20}{'ms per step':>12}{'speed / one core':>20}")
+    one_core = results.get("one core", ())
+    for kind, runs in results.items():
         memory = statistics.median(max(process["bytes"] for process in run) for run in runs)
         steps = statistics.median(run[0]["ms"] for run in runs)
-        ratios = [one[0]["ms"] / run[0]["ms"] for one, run in zip(found.get("one core", ()), runs, strict=False) if run]
+        ratios = [single[0]["ms"] / run[0]["ms"] for single, run in zip(one_core, runs, strict=False) if run]
         speed = f"{statistics.median(ratios):.2f}" if ratios else ""
         print(f"{kind:<12}{memory:>20.1f}{steps:>12.1f}{speed:>20}", flush=True)
 
@@ -48,10 +49,10 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--strategy", default="multiworker")
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=KINDS)
-    parser.add_argument("--widths", type=int, nargs="+", default=[784, 2048, 2048, 512, 10], help="of the layers")
+    parser.add_argument("--widths", type=int, nargs="+", default=[784, 2048, 2048, 512, 10], help="units of the layers")
     parser.add_argument("--optimizer", default="adam")
     parser.add_argument("--batch-size", type=int, default=128)
-    parser.add_argument("--steps", type=int, default=60, help="that are timed, after as many that are not")
+    parser.add_argument("--steps", type=int, default=60, help="timed steps, after as many warm-up steps")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--launcher", nargs="*", default=[], help="options of tfdist.launch, such as `--mpi`")
     parser.add_argument("--kind", help=argparse.SUPPRESS)
@@ -60,7 +61,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def start(arguments: argparse.Namespace, kind: str) -> list[dict[str, float]]:
-    """The numbers of each process of one job."""
+    """Runs a job, and returns the numbers of each process."""
     with tempfile.TemporaryDirectory() as folder:
         script = ["-m", "benchmarks.sharding", *sys.argv[1:], "--kind", kind, "--folder", folder]
         job = ["-m", "tfdist.launch", "--workers", "2", "--log-dir", f"{folder}/logs", *arguments.launcher]
@@ -71,7 +72,7 @@ def start(arguments: argparse.Namespace, kind: str) -> list[dict[str, float]]:
 
 
 def train(arguments: argparse.Namespace) -> None:
-    """One process of the job: trains, and leaves its numbers in the folder."""
+    """Trains in one process of the job, and writes its numbers to the folder."""
     import keras
     import numpy as np
 
@@ -100,7 +101,7 @@ def train(arguments: argparse.Namespace) -> None:
 
 
 def epoch_timer() -> Any:
-    """A callback with the `seconds` of the last epoch."""
+    """Returns a callback with the `seconds` of the last epoch."""
     import keras
 
     class Timer(keras.callbacks.Callback):

@@ -1,12 +1,12 @@
-"""Peak memory and seconds per step of `nbow` with a million word vectors, with sparse and with dense gradients.
+"""Peak memory and time per step of `nbow` with a million word vectors, with sparse and with dense gradients.
 
-Three ways, each in a separate process: tfdist's, whose gradient and update use only the rows of a batch's words;
-Keras' own update of the same sparse gradient (`fused=False`), which computes with the whole table; and the dense way,
-the gradient as large as the table.
+Three ways, each in a separate process: tfdist's, whose gradient and update use only the rows of a batch's words; Keras'
+update of the same sparse gradient (`fused=False`), which computes with the whole table; and a dense gradient, which is
+as large as the table.
 
-The minimum of the sparse way is the table and the optimizer's one slot, for each copy of the variables, plus the memory
-of TensorFlow itself: nothing else has the size of the table (see `keras_variables.fill_large_variables_in_place`, from
-which both ways benefit). With Adam it is the table and two slots.
+The minimum for the sparse way is the table and the optimizer's slot, for each copy of the variables, plus the memory of
+TensorFlow itself; nothing else has the size of the table (see `keras_variables.fill_large_variables_in_place`, which
+helps all ways). With Adam it is the table and two slots.
 
 Example: `python -m benchmarks.sparse --rows 1000000 --embedding 300`
 """
@@ -26,7 +26,7 @@ BATCH_SIZE, LENGTH, STEPS = 32, 32, 10
 
 
 def measure(strategy_name: str, way: str, rows: int, embedding: int) -> dict[str, float]:
-    """The report of a process that trains in this way: "peak_mib", "before_mib" (TensorFlow alone), "step_seconds"."""
+    """Trains in a fresh process, and returns "peak_mib", "before_mib" (TensorFlow alone) and "step_seconds"."""
     arguments = ["--one", strategy_name, way, "--rows", str(rows), "--embedding", str(embedding)]
     command = [sys.executable, "-m", "benchmarks.sparse", *arguments]
     done = subprocess.run(command, check=True, capture_output=True, text=True)
@@ -34,7 +34,7 @@ def measure(strategy_name: str, way: str, rows: int, embedding: int) -> dict[str
 
 
 def train(strategy_name: str, way: str, rows: int, embedding: int) -> dict[str, float]:
-    """Trains for two epochs of `STEPS` steps in this process, and times the second one."""
+    """Trains for two epochs of `STEPS` steps in this process, and times the second epoch."""
     import keras
     import numpy as np
     import tensorflow as tf
@@ -82,13 +82,13 @@ def main() -> None:
     print(f"nbow, {arguments.rows:,} word vectors of {arguments.embedding}, Adagrad, batch {BATCH_SIZE}\n")
     print(f"{'strategy':<12}{'way':<10}{'peak MiB':>10}{'without TF':>12}{'ms/step':>11}{'peak / dense':>14}")
     for strategy in arguments.strategies:
-        found = {way: measure(strategy, way, arguments.rows, arguments.embedding) for way in WAYS}
-        for way, figures in found.items():
-            own = figures["peak_mib"] - figures["before_mib"]
-            of_dense = figures["peak_mib"] / found["dense"]["peak_mib"]
-            verdict = f"   {'reached' if of_dense <= TARGET else 'missed'}: at most {TARGET}" if way == "sparse" else ""
-            line = f"{strategy:<12}{way:<10}{figures['peak_mib']:>10,.0f}{own:>12,.0f}"
-            print(f"{line}{1000 * figures['step_seconds']:>11.1f}{of_dense:>14.2f}{verdict}", flush=True)
+        results = {way: measure(strategy, way, arguments.rows, arguments.embedding) for way in WAYS}
+        for way, figures in results.items():
+            added = figures["peak_mib"] - figures["before_mib"]
+            ratio = figures["peak_mib"] / results["dense"]["peak_mib"]
+            verdict = f"   {'reached' if ratio <= TARGET else 'missed'}: at most {TARGET}" if way == "sparse" else ""
+            line = f"{strategy:<12}{way:<10}{figures['peak_mib']:>10,.0f}{added:>12,.0f}"
+            print(f"{line}{1000 * figures['step_seconds']:>11.1f}{ratio:>14.2f}{verdict}", flush=True)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
-"""Processes of which one has half a core: examples per second with parts as its speed, over those with equal parts.
+"""Examples per second with shares in proportion to speed, relative to equal shares, if one process has half a core.
 
-Two processes of `multiworker`, each bound to a core; a third process computes on the core of the second, and leaves it
-half. Each measurement is a fresh job; the kinds take turns, and the last figure is the median of the ratios.
+Two processes of `multiworker` are pinned to a core each; a third process computes on the core of the second, and leaves
+it half. Each measurement is a fresh job; the kinds take turns, and the last figure is the median of the ratios.
 Example: `python -m benchmarks.speeds --repeats 3`
 """
 
@@ -29,28 +29,28 @@ def main() -> None:
     arguments = _parser().parse_args()
     ratios = []
     for _ in range(arguments.repeats):
-        found = {kind: start(arguments, kind) for kind in KINDS}
-        ratios.append(found["auto"]["rate"] / found["equal"]["rate"])
-        for kind, numbers in found.items():
+        results = {kind: start(arguments, kind) for kind in KINDS}
+        ratios.append(results["auto"]["rate"] / results["equal"]["rate"])
+        for kind, numbers in results.items():
             print(f"{kind:<8}{numbers['rate']:>10.0f} examples/s   speeds {numbers['speeds']}", flush=True)
-    each = ", ".join(f"{ratio:.2f}" for ratio in ratios)
-    print(f"auto / equal {statistics.median(ratios):.2f}, of {each}   at least {TARGET}")
+    rounds = ", ".join(f"{ratio:.2f}" for ratio in ratios)
+    print(f"auto / equal {statistics.median(ratios):.2f}, median of {rounds}   at least {TARGET}")
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--model", default="cnn")
     parser.add_argument("--batch-size", type=int, default=128)
-    parser.add_argument("--epochs", type=int, default=4, help="of which the fastest counts, after a first one")
-    parser.add_argument("--examples", type=int, default=6400, help="of fashion_mnist's size, in an epoch")
+    parser.add_argument("--epochs", type=int, default=4, help="epochs; the fastest after the first counts")
+    parser.add_argument("--examples", type=int, default=6400, help="examples per epoch, of the size of fashion_mnist")
     parser.add_argument("--repeats", type=int, default=3)
     return parser
 
 
 def start(arguments: argparse.Namespace, kind: str) -> dict[str, object]:
-    """The examples per second of one job, and the speeds that it has chosen."""
-    with socket.create_server(("localhost", 0)) as one, socket.create_server(("localhost", 0)) as other:
-        addresses = [f"localhost:{held.getsockname()[1]}" for held in (one, other)]
+    """Runs a job, and returns its examples per second and the speeds that it has chosen."""
+    with socket.create_server(("localhost", 0)) as first, socket.create_server(("localhost", 0)) as second:
+        addresses = [f"localhost:{listener.getsockname()[1]}" for listener in (first, second)]
     with tempfile.TemporaryDirectory() as folder, burning(core=1):
         command = [sys.executable, "-m", "tfdist.train", "--strategy", "multiworker", "--model", arguments.model]
         command += ["--dataset", "synthetic", "--data-option", f"train={arguments.examples}"]
@@ -73,7 +73,7 @@ def start(arguments: argparse.Namespace, kind: str) -> dict[str, object]:
 
 @contextlib.contextmanager
 def burning(core: int) -> Iterator[None]:
-    """Another process computes on this core meanwhile."""
+    """Within this context, another process keeps the core busy."""
     process = subprocess.Popen(["taskset", "--cpu-list", str(core), sys.executable, "-c", "while True: pass"])
     try:
         yield

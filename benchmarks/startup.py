@@ -1,4 +1,4 @@
-"""Seconds from the command to the first training step, and to the output of `--help`, on a warm disk.
+"""Seconds from the command to the first training step, and to the output of `--help`, with a warm disk cache.
 
 Example: `python -m benchmarks.startup --repeats 5`
 """
@@ -28,21 +28,21 @@ def first_step() -> float:
         return json.loads((run / "run.json").read_text())["startup_seconds"]
 
 
-def first_step_and_rest() -> float:
-    """Seconds of the whole command, measured from outside: an upper bound of the record's figure."""
+def whole_run() -> float:
+    """Seconds of the whole command, measured from outside, an upper bound of the record's figure."""
     with tempfile.TemporaryDirectory(prefix="tfdist-benchmark-") as folder:
         return _seconds([*TRAIN, *RUN, "--run-dir", str(Path(folder, "run"))])
 
 
-def help_answer() -> float:
+def help_output() -> float:
     """Seconds of `--help`."""
     return _seconds([*TRAIN, "--help"])
 
 
 CONTESTANTS: dict[str, tuple[Callable[[], float], float | None]] = {
     "first_step": (first_step, 8.0),
-    "whole_run": (first_step_and_rest, None),
-    "help": (help_answer, 1.0),
+    "whole_run": (whole_run, None),
+    "help": (help_output, 1.0),
 }
 
 
@@ -62,14 +62,14 @@ def main() -> None:
     arguments = race.parser(__doc__, warmup=1).parse_args()
     names = race.chosen({name: name for name in CONTESTANTS}, arguments.only)
     print(f"{' '.join(['python', *TRAIN[1:], *RUN])}\n")
-    found: dict[str, list[float]] = {name: [] for name in names}
+    results: dict[str, list[float]] = {name: [] for name in names}
     for number in range(arguments.warmup + arguments.repeats):
         for name in names:
             seconds = CONTESTANTS[name][0]()
             if number >= arguments.warmup:
-                found[name].append(seconds)
+                results[name].append(seconds)
     print(f"{'seconds to':<16}{'median':>9}{'min':>8}{'max':>8}{'at most':>9}")
-    for name, seconds in found.items():
+    for name, seconds in results.items():
         median, target = statistics.median(seconds), CONTESTANTS[name][1]
         goal = "" if target is None else f"{target:>9.1f}  {race.verdict(median <= target)}"
         print(f"{name:<16}{median:>9.2f}{min(seconds):>8.2f}{max(seconds):>8.2f}{goal}")

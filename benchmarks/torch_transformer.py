@@ -1,4 +1,4 @@
-"""tfdist's `transformer` in PyTorch, for texts of up to 256 words of a vocabulary of 20,000 and 10 classes."""
+"""tfdist's `transformer` in PyTorch, for texts of up to 256 words from a vocabulary of 20,000, and 10 classes."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from torch import nn
 
 
 class Transformer(nn.Module):
-    """Four blocks of 128 units with 4 heads, normalized before attention; the average over the words is classified."""
+    """Four blocks of 128 units with 4 heads and normalization before attention; classifies the average over words."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -17,7 +17,7 @@ class Transformer(nn.Module):
         self.classes = nn.Linear(128, 10)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        there = tokens != 0
+        mask = tokens != 0
         x = self.words(tokens) + self.positions.weight[: tokens.shape[1]]
-        x = self.blocks(x, src_key_padding_mask=~there) * there[..., None]
-        return self.classes(x.sum(1) / there.sum(1, keepdim=True))
+        x = self.blocks(x, src_key_padding_mask=~mask) * mask[..., None]
+        return self.classes(x.sum(1) / mask.sum(1, keepdim=True))

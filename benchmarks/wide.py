@@ -6,7 +6,7 @@ from typing import Any
 
 
 def build(spec: Any) -> Any:
-    """The model, for `tfdist.models.build("benchmarks.wide:build", spec)`."""
+    """Builds the model for `tfdist.models.build("benchmarks.wide:build", spec)`."""
     from keras import Input, Sequential, layers
 
     hidden = [layers.Dense(units, activation="relu") for units in (2048, 2048, 512)]

@@ -1,4 +1,4 @@
-"""Horovod's own example `tensorflow2_keras_mnist`, ported to Keras 3: see docs/horovod.md for what the port changes.
+"""Horovod's example `tensorflow2_keras_mnist`, ported to Keras 3; docs/horovod.md lists the changes.
 
 Run: horovodrun -np 2 python examples/horovod_keras_mnist.py [mnist]
 """
@@ -19,7 +19,7 @@ for gpu in (gpus := tf.config.list_physical_devices("GPU")):
 if gpus:
     tf.config.set_visible_devices(gpus[hvd.local_rank()], "GPU")
 
-# The digits that are part of scikit-learn, so that it runs anywhere; `mnist` is prepared by TensorFlow Datasets.
+# The digits dataset ships with scikit-learn, so that the example runs anywhere; `mnist` needs TensorFlow Datasets.
 images, labels = data.load(sys.argv[1] if len(sys.argv) > 1 else "digits").arrays("train")
 dataset = tf.data.Dataset.from_tensor_slices((images, labels)).repeat().shuffle(10000).batch(128)
 
@@ -36,7 +36,7 @@ model = tf.keras.Sequential(
     ]
 )
 
-# The rate grows with the number of processes, and so with the global batch.
+# The learning rate grows with the number of processes, like the global batch.
 rate = 0.001 * hvd.size()
 optimizer = tf.keras.optimizers.Adam(rate)
 optimizer = hvd.DistributedOptimizer(optimizer, backward_passes_per_step=1, average_aggregated_gradients=True)

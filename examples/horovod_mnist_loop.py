@@ -1,4 +1,4 @@
-"""Horovod's own example `tensorflow2_mnist`, a loop written by hand, ported to Keras 3: see docs/horovod.md.
+"""Horovod's example `tensorflow2_mnist`, a custom training loop, ported to Keras 3; see docs/horovod.md.
 
 Run: horovodrun -np 2 python examples/horovod_mnist_loop.py [mnist]
 """
@@ -18,7 +18,7 @@ for gpu in (gpus := tf.config.list_physical_devices("GPU")):
 if gpus:
     tf.config.set_visible_devices(gpus[hvd.local_rank()], "GPU")
 
-# The digits that are part of scikit-learn, so that it runs anywhere; `mnist` is prepared by TensorFlow Datasets.
+# The digits dataset ships with scikit-learn, so that the example runs anywhere; `mnist` needs TensorFlow Datasets.
 images, labels = data.load(sys.argv[1] if len(sys.argv) > 1 else "digits").arrays("train")
 dataset = tf.data.Dataset.from_tensor_slices((images, labels)).repeat().shuffle(10000).batch(128)
 
@@ -47,7 +47,7 @@ def training_step(images, labels, first_batch):
     tape = hvd.DistributedGradientTape(tape, examples=tf.shape(images)[0])
     grads = tape.gradient(loss_value, mnist_model.trainable_variables)
     opt.apply_gradients(zip(grads, mnist_model.trainable_variables, strict=True))
-    # After the first step, so that the model and the optimizer have their variables.
+    # After the first step, when the variables of the model and the optimizer exist.
     if first_batch:
         hvd.broadcast_variables(mnist_model.variables, root_rank=0)
         hvd.broadcast_variables(opt.variables, root_rank=0)

@@ -1,4 +1,4 @@
-"""A Keras script with tfdist's three lines: two replicas on the CPU, the weights of one device.
+"""A Keras script with tfdist's three lines: two replicas on the CPU, with the same weights as on one device.
 
 Run: python examples/keras_script.py
 """

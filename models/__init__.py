@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 __all__ = ["build", "knows", "names", "tasks", "training"]
 
-# A model for each task, which is suggested when the chosen model does another task.
+# The model that error messages suggest for each task.
 FOR_TASK = {
     "classification": "mlp",
     "segmentation": "unet",
@@ -68,15 +68,15 @@ def build(name: str, spec: DataSpec, **options: Any) -> keras.Model:
     if spec.task not in (tasks(name) or [spec.task]):
         does = " and ".join(task.replace("_", " ") for task in tasks(name))
         raise UsageError(
-            f"The model `{name}` does {does}, dataset `{spec.name}` is for {spec.task.replace('_', ' ')}",
-            f"use `--model {FOR_TASK[spec.task]}`, or another that docs/models.md lists for this task",
+            f"The model `{name}` does {does}, but the dataset `{spec.name}` is for {spec.task.replace('_', ' ')}",
+            f"use `--model {FOR_TASK[spec.task]}`, or another model that docs/models.md lists for this task",
         )
     import keras
 
     if isinstance(function, keras.Model):
         raise UsageError(
-            f"The model `{name}` is a model already, not a function that makes one",
-            "make it in a function, such as `def build(spec):`, which returns it",
+            f"The model `{name}` is a `keras.Model`, not a function that builds a model",
+            "build the model in a function, such as `def build(spec):`, and return it",
         )
     model = registry.call(function, spec, kind="model", name=name, options=options)
     if not isinstance(model, keras.Model):
@@ -88,29 +88,28 @@ def build(name: str, spec: DataSpec, **options: Any) -> keras.Model:
 
 
 def knows(name: str, option: str) -> bool:
-    """Whether the model `name` has this option."""
+    """Whether the model `name` has the option `option`."""
     return option in inspect.signature(_builder(name)).parameters
 
 
 def tasks(name: str) -> tuple[str, ...]:
-    """The tasks of the model `name`, of `tfdist.data.spec.TASKS`; empty if unknown, as for a custom model."""
-    return tuple(_said(name, "TASKS", ()))
+    """The tasks of the model `name`, a subset of `tfdist.data.spec.TASKS`; empty if unknown, as for a custom model."""
+    return tuple(_module_constant(name, "TASKS", ()))
 
 
 def training(name: str) -> dict[str, Any]:
     """The default training settings of the model `name`.
 
     Returns:
-        "optimizer", "learning_rate", and possibly "momentum" and "weight_decay"; empty if unknown, as for a custom
-        model, which is trained with Keras' Adam.
+        A dict with "optimizer", "learning_rate", and possibly "momentum" and "weight_decay"; empty if unknown, as for a
+        custom model, which is trained with Adam.
     """
-    return dict(_said(name, "TRAINING", {}))
+    return dict(_module_constant(name, "TRAINING", {}))
 
 
-def _said(name: str, what: str, default: Any) -> Any:
-    return getattr(sys.modules[_builder(name).__module__], what, default)
+def _module_constant(name: str, constant: str, default: Any) -> Any:
+    return getattr(sys.modules[_builder(name).__module__], constant, default)
 
 
 def _builder(name: str) -> Callable[..., Any]:
-    builder = registry.find(name, "model", __name__, "build")
-    return builder
+    return registry.find(name, "model", __name__, "build")

@@ -1,7 +1,8 @@
-"""Helpers of the models: refused datasets, scaled widths, and images of any size."""
+"""Helpers for models: checks of the dataset, scaled widths, padding for any image size, and Keras' applications."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import keras
@@ -11,36 +12,32 @@ from tfdist.errors import UsageError
 
 
 def require_images(model: str, spec: DataSpec, smallest: int = 1) -> None:
-    """Refuses examples that are not images `[H, W, C]`, or have a side below `smallest` pixels.
-
-    Raises:
-        UsageError: the examples do not fit.
-    """
+    """Raises `UsageError` for examples that are not images `[H, W, C]`, or have a side below `smallest` pixels."""
     if len(spec.input_shape) != 3:
         raise UsageError(
-            f"The model `{model}` takes images `(height, width, channels)`, dataset `{spec.name}` has "
+            f"The model `{model}` takes images `(height, width, channels)`, but the dataset `{spec.name}` has "
             f"examples of shape `{spec.input_shape}`",
             "use `--model mlp`, which takes any shape",
         )
     if min(spec.input_shape[:2]) < smallest:
         raise UsageError(
-            f"The model `{model}` takes images of {smallest}x{smallest} pixels or more, dataset `{spec.name}` has "
-            f"examples of shape `{spec.input_shape}`",
+            f"The model `{model}` takes images of {smallest}x{smallest} pixels or more, but the dataset `{spec.name}` "
+            f"has examples of shape `{spec.input_shape}`",
             "use `--model cnn`, which takes small images",
         )
 
 
 def scaled(units: int, width: float) -> int:
-    """`units` times `width`, rounded, and at least one."""
+    """`units` times `width`, rounded, and at least 1."""
     return max(1, round(units * width))
 
 
 def padding(spec: DataSpec, kernel: int) -> str:
-    """The padding for Keras: "valid" if that leaves at least one pixel, else "same".
+    """The padding of layers: "valid" if that leaves at least one pixel after both convolutions, else "same".
 
     Args:
         spec: the spec of the dataset.
-        kernel: the side of the kernels of two convolutions, each followed by a pooling of 2x2.
+        kernel: the kernel size of two convolutions, each followed by 2x2 pooling.
     """
     side = min(spec.input_shape[:2])
     for _ in range(2):
@@ -49,14 +46,42 @@ def padding(spec: DataSpec, kernel: int) -> str:
 
 
 def padded(image: Any, multiple: int) -> Any:
-    """`image` `[B, H, W, C]` with zeros at the bottom and the right, until both sides are multiples of `multiple`."""
+    """Pads `image` `[B, H, W, C]` at the bottom and the right with zeros to multiples of `multiple`."""
     bottom, right = (-size % multiple for size in image.shape[1:3])
     return keras.layers.ZeroPadding2D(((0, bottom), (0, right)), name="padded")(image) if bottom or right else image
 
 
 def cropped(image: Any, spec: DataSpec) -> Any:
-    """`image` `[B, H', W', C]` without the padding of `padded`: as high and wide as the examples."""
-    bottom, right = (size - own for size, own in zip(image.shape[1:3], spec.input_shape, strict=False))
+    """Removes the padding of `padded` from `image` `[B, H', W', C]`, down to the size of the examples."""
+    bottom, right = (current - size for current, size in zip(image.shape[1:3], spec.input_shape, strict=False))
     if not (bottom or right):
         return image
     return keras.layers.Cropping2D(((0, bottom), (0, right)), dtype="float32", name="cropped")(image)
+
+
+def adapted(
+    application: Callable[..., keras.Model], spec: DataSpec, *, width: float, synchronized: bool = False
+) -> keras.Model:
+    """Builds a model of `keras.applications` with new weights and float32 logits.
+
+    Args:
+        application: a function such as `keras.applications.ResNet50`.
+        spec: the spec of the dataset, with the shape of its images and its classes.
+        width: a factor on the filters of convolutions and the units of hidden dense layers.
+        synchronized: whether batch normalizations use the statistics of the global batch.
+    """
+    original = application(weights=None, input_shape=spec.input_shape, classes=spec.classes, classifier_activation=None)
+    logits = original.layers[-1].name
+
+    def adapt(layer: keras.layers.Layer) -> keras.layers.Layer:
+        config: dict[str, Any] = layer.get_config()
+        if layer.name == logits:
+            config["dtype"] = "float32"
+        else:
+            for size in {"filters", "units"} & config.keys():
+                config[size] = scaled(config[size], width)
+        if isinstance(layer, keras.layers.BatchNormalization):
+            config["synchronized"] = synchronized
+        return type(layer).from_config(config)
+
+    return keras.models.clone_model(original, clone_function=adapt)

@@ -12,47 +12,43 @@ from keras import layers
 
 
 def convolution(image: Any, filters: int, kernel: int, strides: int = 1) -> Any:
-    """A convolution without bias: `[B, H, W, C]` to `[B, H/strides, W/strides, filters]`, sizes rounded up."""
+    """A convolution without bias, from `[B, H, W, C]` to `[B, H/strides, W/strides, filters]` with sizes rounded up."""
     return layers.Conv2D(filters, kernel, strides, padding="same", use_bias=False, kernel_initializer="he_normal")(
         image
     )
 
 
 def normalization(image: Any, synchronized: bool) -> Any:
-    """A batch normalization."""
     return layers.BatchNormalization(momentum=0.9, epsilon=1e-5, synchronized=synchronized)(image)
 
 
 def stage(image: Any, filters: int, blocks: int, strides: int, synchronized: bool, projected: bool) -> Any:
-    """A number of basic blocks; the first one has stride `strides`, and its shortcut changes shape too.
+    """A sequence of basic blocks, of which the first has stride `strides`.
 
     Args:
         image: `[B, H, W, C]`.
         filters: the filters of every convolution.
         blocks: the number of blocks.
         strides: the stride of the first block.
-        synchronized: whether batch normalizations take their statistics from the whole global batch.
+        synchronized: whether batch normalizations use the statistics of the global batch.
         projected: whether a shortcut that changes shape is a 1x1 convolution (the paper's option B); otherwise it
             drops pixels and adds channels of zeros (option A, without parameters).
     """
     for block in range(blocks):
         step = strides if block == 0 else 1
-        around = image
+        shortcut = image
         if step > 1 or image.shape[-1] != filters:
-            change = _projected if projected else _resized
-            around = change(image, filters, step, synchronized)
+            if projected:
+                shortcut = normalization(convolution(image, filters, 1, step), synchronized)
+            else:
+                shortcut = _resized(image, filters, step)
         image = layers.ReLU()(normalization(convolution(image, filters, 3, step), synchronized))
         image = normalization(convolution(image, filters, 3), synchronized)
-        image = layers.ReLU()(layers.Add()([image, around]))
+        image = layers.ReLU()(layers.Add()([image, shortcut]))
     return image
 
 
-def _projected(image: Any, filters: int, strides: int, synchronized: bool) -> Any:
-    return normalization(convolution(image, filters, 1, strides), synchronized)
-
-
-def _resized(image: Any, filters: int, strides: int, synchronized: bool) -> Any:
-    del synchronized
+def _resized(image: Any, filters: int, strides: int) -> Any:
     if strides > 1:
         image = layers.MaxPooling2D(1, strides)(image)
     channels = filters - image.shape[-1]

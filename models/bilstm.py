@@ -1,4 +1,4 @@
-"""`bilstm`: two LSTMs, of which one reads a text forwards and one backwards.
+"""`bilstm`: a bidirectional LSTM.
 
 A. Graves and J. Schmidhuber, "Framewise phoneme classification with bidirectional LSTM and other neural network
 architectures", Neural Networks, 2005.
@@ -22,8 +22,8 @@ def build(
 ) -> keras.Model:
     """Embed, a bidirectional LSTM, dropout, dense on the last states of both directions.
 
-    128 parameters per word, 98,816 in the LSTM, 129 per class. The paper labels each step; here the whole text gets one
-    label. Both directions skip padding.
+    128 parameters per word, 98,816 in the LSTM, 129 per class. The paper labels each step; here the whole text has a
+    single label. Both directions skip padding.
 
     Input: tokens `[B, length]` of any length, padded with 0. Output: logits `[B, spec.classes]`, float32 under every
     dtype policy.

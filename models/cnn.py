@@ -17,8 +17,7 @@ def build(spec: DataSpec, *, width: Factor = 1.0) -> keras.Model:
     225,034 parameters on 28x28x1 with 10 classes. Convolutions are unpadded; for smaller images (below 10 pixels),
     convolutions and pools pad.
 
-    Input `[B, H, W, C]`. Output: logits `[B, spec.classes]`, always float32, so that a loss with
-    `from_logits=True` is correct under a mixed dtype policy too.
+    Input `[B, H, W, C]`. Output: logits `[B, spec.classes]`, float32 under every dtype policy.
 
     Args:
         spec: the spec of the dataset.

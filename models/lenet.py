@@ -21,8 +21,7 @@ def build(spec: DataSpec, *, dropout: Fraction = 0.5, width: Factor = 1.0) -> ke
     21,840 parameters on 28x28x1 with 10 classes. Convolutions are unpadded; for smaller images (below 16 pixels),
     convolutions and pools pad.
 
-    Input `[B, H, W, C]`. Output: logits `[B, spec.classes]`, always float32, so that a loss with
-    `from_logits=True` is correct under a mixed dtype policy too.
+    Input `[B, H, W, C]`. Output: logits `[B, spec.classes]`, float32 under every dtype policy.
 
     Args:
         spec: the spec of the dataset.
@@ -41,8 +40,7 @@ def build(spec: DataSpec, *, dropout: Fraction = 0.5, width: Factor = 1.0) -> ke
             keras.layers.MaxPooling2D(2, padding=padding),
             keras.layers.ReLU(),
             keras.layers.Conv2D(_fit.scaled(20, width), 5, padding=padding),
-            # Drops whole feature maps, as in the examples, because neighbouring pixels are too similar to drop one by
-            # one.
+            # Drops whole feature maps, as in the examples, because neighbouring pixels are strongly correlated.
             keras.layers.SpatialDropout2D(dropout),
             keras.layers.MaxPooling2D(2, padding=padding),
             keras.layers.ReLU(),

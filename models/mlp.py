@@ -1,4 +1,4 @@
-"""`mlp`: one hidden layer of 128, as in the published comparison of four ways to train on Fashion-MNIST."""
+"""`mlp`: one hidden layer of 128 units, as in the published comparison of four ways to train on Fashion-MNIST."""
 
 from __future__ import annotations
 
@@ -14,8 +14,7 @@ TASKS = ("classification",)
 def build(spec: DataSpec, *, units: Count = 128, dropout: Fraction = 0.2, width: Factor = 1.0) -> keras.Model:
     """Flatten, dense `units` with ReLU, dropout, dense; 101,770 parameters on 28x28x1 with 10 classes.
 
-    Input `[B, *spec.input_shape]`, any shape. Output: logits `[B, spec.classes]`, always float32, so that a
-    loss with `from_logits=True` is correct under a mixed dtype policy too.
+    Input `[B, *spec.input_shape]`, any shape. Output: logits `[B, spec.classes]`, float32 under every dtype policy.
 
     Args:
         spec: the spec of the dataset.

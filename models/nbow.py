@@ -25,7 +25,7 @@ def build(
     """Embed, average over the words, dense.
 
     One word vector per token of the vocabulary: 300 parameters per word. Whole words are dropped in training, as in
-    Iyyer's deep averaging network. The vectors are initialized at random, and padding does not count in the average.
+    Iyyer's deep averaging network. The vectors are initialized at random, and the average ignores padding.
 
     Input: tokens `[B, length]` of any length, padded with 0. Output: logits `[B, spec.classes]`, float32 under every
     dtype policy.
@@ -33,7 +33,7 @@ def build(
     Args:
         spec: the spec of the dataset.
         embedding: the length of a word vector.
-        rows: the number of word vectors, at least the size of the vocabulary; a larger number measures a large table.
+        rows: the number of word vectors, at least the size of the vocabulary; larger numbers are for benchmarks.
         dropout: the fraction of words that are dropped in training, in [0, 1).
         width: a factor on `embedding`.
     """
@@ -41,7 +41,7 @@ def build(
     size = _fit.scaled(embedding, width)
     words = layers.Embedding(max(rows, spec.vocabulary_size), size, name="words")(tokens)
     words = layers.Dropout(dropout, noise_shape=(None, None, 1))(words)
-    there = ops.expand_dims(ops.cast(ops.not_equal(tokens, PADDING), words.dtype), -1)
+    mask = ops.expand_dims(ops.cast(ops.not_equal(tokens, PADDING), words.dtype), -1)
     # A text without words has the average 0, not 0/0.
-    average = ops.sum(words * there, axis=1) / ops.maximum(ops.sum(there, axis=1), 1)
+    average = ops.sum(words * mask, axis=1) / ops.maximum(ops.sum(mask, axis=1), 1)
     return keras.Model(tokens, layers.Dense(spec.classes, dtype="float32", name="logits")(average), name="nbow")

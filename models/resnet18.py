@@ -19,14 +19,14 @@ TRAINING = {"optimizer": "sgd", "learning_rate": 0.1, "momentum": 0.9, "weight_d
 def build(spec: DataSpec, *, synchronized: bool = False, width: Factor = 1.0) -> keras.Model:
     """Conv 7x7 and pool, both of stride 2; four stages of two basic blocks with 64 to 512 filters; average; dense.
 
-    11.7 million parameters on 224x224x3 with 1000 classes. Ways around a block that change shape are 1x1 convolutions
-    (the paper's option B).
+    11.7 million parameters on 224x224x3 with 1000 classes. Shortcuts that change shape are 1x1 convolutions (the
+    paper's option B).
 
     Input `[B, H, W, C]`. Output: logits `[B, spec.classes]`, float32 under every dtype policy.
 
     Args:
         spec: the spec of the dataset.
-        synchronized: batch normalizations use statistics of the global batch, not of a replica's part.
+        synchronized: batch normalizations use the statistics of the global batch, not of a replica's part.
         width: a factor on the number of filters.
 
     Raises:

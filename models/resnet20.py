@@ -13,7 +13,7 @@ from tfdist.models import _fit, _residual
 from tfdist.options import Factor
 
 TASKS = ("classification",)
-# As in the paper, except for its steps of the learning rate.
+# As in the paper, except for its step schedule of the learning rate.
 TRAINING = {"optimizer": "sgd", "learning_rate": 0.1, "momentum": 0.9, "weight_decay": 1e-4}
 
 
@@ -27,7 +27,7 @@ def build(spec: DataSpec, *, synchronized: bool = False, width: Factor = 1.0) ->
 
     Args:
         spec: the spec of the dataset.
-        synchronized: batch normalizations use statistics of the global batch, not of a replica's part.
+        synchronized: batch normalizations use the statistics of the global batch, not of a replica's part.
         width: a factor on the number of filters.
 
     Raises:

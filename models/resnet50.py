@@ -1,4 +1,4 @@
-"""`resnet50`: the residual network for ImageNet with 50 layers, that of `keras.applications`.
+"""`resnet50`: the residual network for ImageNet with 50 layers, from `keras.applications`.
 
 K. He, X. Zhang, S. Ren and J. Sun, "Deep residual learning for image recognition", CVPR 2016, table 1.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 import keras
 
 from tfdist.data.spec import DataSpec
-from tfdist.models import _applications, _fit
+from tfdist.models import _fit
 from tfdist.options import Factor
 
 TASKS = ("classification",)
@@ -24,11 +24,11 @@ def build(spec: DataSpec, *, synchronized: bool = False, width: Factor = 1.0) ->
 
     Args:
         spec: the spec of the dataset.
-        synchronized: batch normalizations use statistics of the global batch, not of a replica's part.
+        synchronized: batch normalizations use the statistics of the global batch, not of a replica's part.
         width: a factor on the number of filters.
 
     Raises:
         UsageError: the examples are not images, or too small.
     """
     _fit.require_images("resnet50", spec, smallest=32)
-    return _applications.adapted(keras.applications.ResNet50, spec, width=width, synchronized=synchronized)
+    return _fit.adapted(keras.applications.ResNet50, spec, width=width, synchronized=synchronized)

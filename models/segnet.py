@@ -1,4 +1,4 @@
-"""`segnet`: VGG's convolutions, and a decoder that unpools with the indices of the encoder's maxima.
+"""`segnet`: VGG's convolutions, and a decoder that unpools with the positions of the encoder's maxima.
 
 V. Badrinarayanan, A. Kendall and R. Cipolla, "SegNet: a deep convolutional encoder-decoder architecture for image
 segmentation", IEEE Transactions on Pattern Analysis and Machine Intelligence, 2017.
@@ -31,7 +31,7 @@ def build(spec: DataSpec, *, synchronized: bool = False, width: Factor = 1.0) ->
 
     Args:
         spec: the spec of the dataset.
-        synchronized: batch normalizations use statistics of the global batch, not of a replica's part.
+        synchronized: batch normalizations use the statistics of the global batch, not of a replica's part.
         width: a factor on the number of filters.
 
     Raises:
@@ -44,11 +44,11 @@ def build(spec: DataSpec, *, synchronized: bool = False, width: Factor = 1.0) ->
     for group in groups:
         for filters in group:
             image = _convolution(image, filters, synchronized)
-        image, place = max_pool(image)
-        positions.append(place)
+        image, maxima = max_pool(image)
+        positions.append(maxima)
     for number in reversed(range(len(groups))):
         image = unpool(image, positions.pop())
-        # The last convolution of a group has as many filters as the encoder's group before it.
+        # The last convolution of a group has as many filters as the preceding group of the encoder.
         last = [groups[number - 1][-1]] if number else []
         for filters in [*groups[number][1:], *last]:
             image = _convolution(image, filters, synchronized)
@@ -57,14 +57,14 @@ def build(spec: DataSpec, *, synchronized: bool = False, width: Factor = 1.0) ->
 
 
 def max_pool(image: Any) -> tuple[Any, Any]:
-    """The maxima of 2x2 windows, and their positions.
+    """Computes the maxima of 2x2 windows and their positions.
 
     Args:
         image: `[B, H, W, C]`, H and W even.
 
     Returns:
-        Maxima `[B, H/2, W/2, C]`, and their positions: `[B, H/2, W/2, C, 4]` of the image's type, one-hot over the
-        pixels of the window, row by row; the first position if several pixels are equal.
+        Maxima `[B, H/2, W/2, C]`, and their positions `[B, H/2, W/2, C, 4]` with the image's dtype, one-hot over the
+        pixels of the window, row by row; among equal pixels, the first position.
     """
     height, width, channels = image.shape[1:]
     windows = ops.reshape(image, (-1, height // 2, 2, width // 2, 2, channels))
@@ -75,7 +75,7 @@ def max_pool(image: Any) -> tuple[Any, Any]:
 
 
 def unpool(image: Any, positions: Any) -> Any:
-    """Each value of `image` `[B, H, W, C]` at its position in a window of 2x2 zeros: `[B, 2H, 2W, C]`."""
+    """Puts each value of `image` `[B, H, W, C]` at its position in a window of 2x2 zeros; returns `[B, 2H, 2W, C]`."""
     height, width, channels = image.shape[1:]
     windows = ops.expand_dims(image, -1) * positions
     windows = ops.reshape(windows, (-1, height, width, channels, 2, 2))

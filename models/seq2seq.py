@@ -8,12 +8,12 @@ jointly learning to align and translate", ICLR 2015.
                                        └── last state             attention ── dense tanh ── logits [B, T, classes]
     target ── embed ──────────────────────── GRU [B, T, units] ───┘
 
-It translates by a beam search, `beams`, for the likeliest sequences; with one beam that is greedy decoding.
+It translates with a beam search, `beams`; with one beam that is greedy decoding.
 
 Synopsis:
 
-    >>> after = np.log(np.array([[0.1, 0.6, 0.3], [0.1, 0.3, 0.6]]))  # token 0 ends; 1 and 2 depend on the token before
-    >>> step = lambda tokens, states: (after[tokens - 1], states)
+    >>> table = np.log(np.array([[0.1, 0.6, 0.3], [0.1, 0.3, 0.6]]))  # probabilities of 0 (end), 1 and 2 after 1 and 2
+    >>> step = lambda tokens, states: (table[tokens - 1], states)
     >>> beams(step, {}, first=np.array([1]), end=0, length=2, width=3).tolist()
     [[1, 1]]
 """
@@ -36,24 +36,24 @@ Step = Callable[[np.ndarray, States], tuple[np.ndarray, States]]
 
 
 def beams(step: Step, states: States, *, first: np.ndarray, end: int, length: int, width: int) -> np.ndarray:
-    """The likeliest sequence of each of B searches, by its mean log probability per token.
+    """Returns the most probable sequence of each of B searches, by its mean log probability per token.
 
     Args:
         step: one step of the model, for R = B * width sequences at once.
         states: the initial states of each search, each `[B, ...]`.
-        first: the token before the first one, int `[B]`.
+        first: the start token of each sequence, int `[B]`, which is not returned.
         end: the token that ends a sequence.
         length: the largest number of tokens in a sequence.
         width: the number of beams per search; 1 is greedy decoding.
 
     Returns:
-        int32 `[B, L]`, L at most `length`: tokens, filled up with `end`.
+        Tokens int32 `[B, L]`, L at most `length`, padded with `end`.
     """
     searches = len(first)
     states = {name: np.repeat(state, width, axis=0) for name, state in states.items()}
     tokens = np.repeat(first, width)
-    found = np.zeros((searches, width, 0), np.int32)
-    # All beams of a search begin equally, so only the first one is extended; otherwise they would stay equal.
+    sequences = np.zeros((searches, width, 0), np.int32)
+    # All beams of a search start with the same token, so only the first beam is extended; else all would stay equal.
     scores = np.full((searches, width), -np.inf)
     scores[:, 0] = 0.0
     lengths = np.zeros((searches, width))
@@ -61,33 +61,33 @@ def beams(step: Step, states: States, *, first: np.ndarray, end: int, length: in
     for _ in range(length):
         log_probabilities, states = step(tokens, states)
         count = log_probabilities.shape[-1]
-        more = log_probabilities.astype(np.float64).reshape(searches, width, count)
-        more[ended] = -np.inf  # a sequence that has ended stays unchanged, at no cost
-        more[ended, end] = 0.0
-        candidates = (scores[..., None] + more).reshape(searches, width * count)
-        longer = np.repeat(np.maximum(lengths + ~ended, 1), count, axis=1)
-        best = _largest(candidates / longer, width)
+        gains = log_probabilities.astype(np.float64).reshape(searches, width, count)
+        gains[ended] = -np.inf  # an ended sequence is only extended by `end`, which does not change its score
+        gains[ended, end] = 0.0
+        candidates = (scores[..., None] + gains).reshape(searches, width * count)
+        new_lengths = np.repeat(np.maximum(lengths + ~ended, 1), count, axis=1)
+        best = _largest(candidates / new_lengths, width)
         beam, token = best // count, best % count
         scores = np.take_along_axis(candidates, best, axis=1)
         lengths = np.take_along_axis(lengths + ~ended, beam, axis=1)
         ended = np.take_along_axis(ended, beam, axis=1) | (token == end)
-        found = np.concatenate([np.take_along_axis(found, beam[..., None], axis=1), token[..., None]], axis=2)
+        sequences = np.concatenate([np.take_along_axis(sequences, beam[..., None], axis=1), token[..., None]], axis=2)
         rows = (np.arange(searches)[:, None] * width + beam).ravel()
         states = {name: state[rows] for name, state in states.items()}
         tokens = token.ravel()
         if ended.all():
             break
-    return found[:, 0].astype(np.int32)
+    return sequences[:, 0].astype(np.int32)
 
 
 def _largest(values: np.ndarray, count: int) -> np.ndarray:
-    """The indices of the `count` largest values of each row, the largest first: int `[rows, count]`."""
+    """The indices of the `count` largest values per row in descending order of value, int `[rows, count]`."""
     if count < values.shape[1]:
-        found = np.argpartition(-values, count, axis=1)[:, :count]
+        indices = np.argpartition(-values, count, axis=1)[:, :count]
     else:
-        found = np.tile(np.arange(values.shape[1]), (len(values), 1))
-    order = np.argsort(-np.take_along_axis(values, found, axis=1), axis=1, kind="stable")
-    return np.take_along_axis(found, order, axis=1)
+        indices = np.tile(np.arange(values.shape[1]), (len(values), 1))
+    order = np.argsort(-np.take_along_axis(values, indices, axis=1), axis=1, kind="stable")
+    return np.take_along_axis(indices, order, axis=1)
 
 
 TASKS = ("translation",)
@@ -97,7 +97,7 @@ TRAINING = {"optimizer": "adam", "learning_rate": 1e-3}
 def build(
     spec: DataSpec, *, embedding: Count = 256, units: Count = 256, dropout: Fraction = 0.3, width: Factor = 1.0
 ) -> keras.Model:
-    """A bidirectional GRU, a GRU that begins with its last state, dot-product attention, dense tanh, dense.
+    """A bidirectional GRU, a GRU that starts from its last state, dot-product attention, dense tanh, dense.
 
     256 parameters per word of each language, 0.69 million in the GRUs, 131,329 in the attention, 257 per target word.
     Attention comes after the decoder's GRU, as in Luong's paper, but its result is not an input of the next step.
@@ -116,7 +116,7 @@ def build(
     size, half = _fit.scaled(embedding, width), _fit.scaled(units, width / 2)
     source = keras.Input((None,), dtype="int32", name="source")
     target = keras.Input((None,), dtype="int32", name="target")
-    # Keras' default is twenty times smaller, with which attention learns nothing for thousands of steps.
+    # With Keras' default, which is twenty times smaller, attention learns nothing for thousands of steps.
     vectors = keras.initializers.RandomNormal(stddev=1.0)
     words = layers.Embedding(
         spec.vocabulary_size, size, embeddings_initializer=vectors, mask_zero=True, name="source_words"
@@ -137,39 +137,38 @@ def build(
 
 
 def can_translate(model: keras.Model) -> bool:
-    """Whether `translate` can use a model, that is, whether it has the layers that `build` makes."""
+    """Whether `translate` can use a model, that is, whether it has the layers of `build`."""
     parts = {"encoder", "last_state", "target_words", "decoder", "attention", "attentional", "logits"}
     return parts <= {layer.name for layer in model.layers}
 
 
 def translate(model: keras.Model, source: np.ndarray, *, length: int = 50, width: int = 1) -> np.ndarray:
-    """Translations of sentences by beam search.
+    """Translates sentences with beam search.
 
     Args:
         model: a trained model from `build`.
         source: tokens, int `[B, S]`, padded with 0.
-        length: the largest number of tokens in a translation, including its end.
+        length: the largest number of tokens in a translation, including the end token.
         width: the number of beams; 1 is greedy decoding.
 
     Returns:
-        Tokens int32 `[B, L]`, filled up with the end token.
+        Tokens int32 `[B, L]`, padded with the end token.
     """
     encoder, decoder = _parts(model)
     states, state = encoder.predict_on_batch(source)
-    there = np.asarray(source) != 0
 
-    def step(tokens: np.ndarray, kept: States) -> tuple[np.ndarray, States]:
-        inputs = [tokens[:, None].astype(np.int32), kept["state"], kept["states"], kept["there"]]
-        log_probabilities, after = decoder.predict_on_batch(inputs)
-        return log_probabilities, kept | {"state": after}
+    def step(tokens: np.ndarray, current: States) -> tuple[np.ndarray, States]:
+        inputs = [tokens[:, None].astype(np.int32), current["state"], current["states"], current["mask"]]
+        log_probabilities, new_state = decoder.predict_on_batch(inputs)
+        return log_probabilities, current | {"state": new_state}
 
     first = np.full(len(source), START, np.int32)
-    kept = {"state": state, "states": states, "there": there}
-    return beams(step, kept, first=first, end=END, length=length, width=width)
+    initial = {"state": state, "states": states, "mask": np.asarray(source) != 0}
+    return beams(step, initial, first=first, end=END, length=length, width=width)
 
 
 def _parts(model: keras.Model) -> tuple[keras.Model, keras.Model]:
-    """The encoder, from tokens to its states and the last state; one step of the decoder, to log probabilities."""
+    """The encoder, from tokens to all states and the last state, and a decoder step, to log probabilities and state."""
     states, *_ = model.get_layer("encoder").output
     last = model.get_layer("last_state").output
     encoder = keras.Model(model.input["source"], [states, last])
@@ -177,9 +176,9 @@ def _parts(model: keras.Model) -> tuple[keras.Model, keras.Model]:
     token = keras.Input((1,), dtype="int32")
     state = keras.Input(last.shape[1:], dtype=last.dtype)
     states = keras.Input(states.shape[1:], dtype=states.dtype)
-    there = keras.Input((None,), dtype="bool")
-    decoded, after = model.get_layer("decoder")(model.get_layer("target_words")(token), initial_state=state)
-    context = model.get_layer("attention")([decoded, states], mask=[None, there])
+    mask = keras.Input((None,), dtype="bool")
+    decoded, new_state = model.get_layer("decoder")(model.get_layer("target_words")(token), initial_state=state)
+    context = model.get_layer("attention")([decoded, states], mask=[None, mask])
     attentional = model.get_layer("attentional")(ops.concatenate([context, decoded], axis=-1))
     log_probabilities = ops.log_softmax(model.get_layer("logits")(attentional)[:, 0])
-    return encoder, keras.Model([token, state, states, there], [log_probabilities, after])
+    return encoder, keras.Model([token, state, states, mask], [log_probabilities, new_state])

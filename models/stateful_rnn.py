@@ -2,7 +2,7 @@
 
 R. J. Williams and J. Peng, "An efficient gradient-based algorithm for on-line training of recurrent network
 trajectories", Neural Computation, 1990: back-propagation through time, truncated to the steps of a batch. The network
-is that of A. Karpathy's "The unreasonable effectiveness of recurrent neural networks", 2015.
+is from A. Karpathy's "The unreasonable effectiveness of recurrent neural networks", 2015.
 """
 
 from __future__ import annotations
@@ -65,10 +65,10 @@ def build(
 
 @keras.saving.register_keras_serializable("tfdist")
 class StreamLSTM(keras.layers.Layer):
-    """An LSTM that begins each example with the final state of the previous example in the same stream.
+    """An LSTM whose initial state for an example is the final state of the previous example in the same stream.
 
-    The states of all streams are two variables `[streams, units]`. Each replica changes some rows; the changes of all
-    replicas are added, because the aggregation of the variables is "sum".
+    The states of all streams are two variables `[streams, units]`. Each replica changes the rows of its streams; the
+    changes of all replicas are added, because the aggregation of the variables is "sum".
 
     Args:
         units: the size of the state.
@@ -91,9 +91,9 @@ class StreamLSTM(keras.layers.Layer):
 
     def call(self, sequence: Any, stream: Any, position: Any) -> Any:
         """The outputs `[B, steps, units]` for sequences `[B, steps, D]` of the streams with numbers `stream` `[B]`."""
-        goes_on = ops.expand_dims(position > 0, -1)
+        continues = ops.expand_dims(position > 0, -1)
         initial = [ops.take(state, stream, axis=0) for state in self.states]
-        initial = [ops.where(goes_on, state, ops.zeros_like(state)) for state in initial]
+        initial = [ops.where(continues, state, ops.zeros_like(state)) for state in initial]
         outputs, *final = self.lstm(sequence, initial_state=initial)
         rows = ops.expand_dims(stream, -1)
         for state, value in zip(self.states, final, strict=True):

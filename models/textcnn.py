@@ -23,7 +23,7 @@ def build(
     """Embed; 100 filters per window of 3, 4 and 5 words, with ReLU and the maximum over the sentence; dropout; dense.
 
     300 parameters per word, 360,300 in the filters, 301 per class. The vectors are initialized at random. Windows are
-    centred on the words of the sentence, so that padding changes nothing; the paper's windows also cover padding. The
+    centred on the words of the sentence, so that padding has no effect; the paper's windows also cover padding. The
     paper's limit on the norm of the last layer's weights is left out.
 
     Input: tokens `[B, length]` of any length, padded with 0. Output: logits `[B, spec.classes]`, float32 under every
@@ -38,11 +38,11 @@ def build(
     """
     tokens = keras.Input((None,), dtype="int32", name="tokens")
     words = layers.Embedding(spec.vocabulary_size, _fit.scaled(embedding, width), name="words")(tokens)
-    there = ops.expand_dims(ops.cast(ops.not_equal(tokens, PADDING), words.dtype), -1)
-    features = []
+    mask = ops.expand_dims(ops.cast(ops.not_equal(tokens, PADDING), words.dtype), -1)
+    maxima = []
     for window in WINDOWS:
-        found = layers.Conv1D(_fit.scaled(filters, width), window, padding="same", activation="relu")(words * there)
-        # After a ReLU no value is below the 0 that padding gets.
-        features.append(ops.max(found * there, axis=1))
-    both = layers.Dropout(dropout)(layers.Concatenate()(features))
-    return keras.Model(tokens, layers.Dense(spec.classes, dtype="float32", name="logits")(both), name="textcnn")
+        values = layers.Conv1D(_fit.scaled(filters, width), window, padding="same", activation="relu")(words * mask)
+        # Padding gets the value 0, which never exceeds a value after a ReLU.
+        maxima.append(ops.max(values * mask, axis=1))
+    features = layers.Dropout(dropout)(layers.Concatenate()(maxima))
+    return keras.Model(tokens, layers.Dense(spec.classes, dtype="float32", name="logits")(features), name="textcnn")

@@ -1,6 +1,6 @@
-"""`transformer`: a small encoder for texts, and with a causal mask a model for the next character.
+"""`transformer`: a small encoder for texts and, with a causal mask, a model for the next character.
 
-A. Vaswani and others, "Attention is all you need", NeurIPS 2017; with the order of operations of R. Xiong and others,
+A. Vaswani and others, "Attention is all you need", NeurIPS 2017; with the order of operations from R. Xiong and others,
 "On layer normalization in the transformer architecture", ICML 2020.
 """
 
@@ -35,7 +35,7 @@ def build(
     that no warm-up is needed, and positions are learned; the paper normalizes afterwards and uses sine positions. A
     text is classified by the average over its words; padding is ignored in attention and average.
 
-    Input: tokens `[B, length]` up to the dataset's length; for texts padded with 0. Output: logits
+    Input: tokens `[B, length]` up to the dataset's length, texts padded with 0. Output: logits
     `[B, spec.classes]` for texts, `[B, length, spec.classes]` for characters, float32 under every dtype policy.
 
     Args:
@@ -57,13 +57,13 @@ def build(
         )
     causal = spec.task == "characters"
     tokens = keras.Input((None,), dtype="int32", name="tokens")
-    there = None if causal else ops.not_equal(tokens, PADDING)
+    mask = None if causal else ops.not_equal(tokens, PADDING)
     values = _embedded(tokens, spec, units)
     for _ in range(layers):
-        values = _block(values, there, causal, heads, dropout)
+        values = _block(values, mask, causal, heads, dropout)
     values = _normalized(values)
-    if there is not None:
-        weight = ops.expand_dims(ops.cast(there, values.dtype), -1)
+    if mask is not None:
+        weight = ops.expand_dims(ops.cast(mask, values.dtype), -1)
         values = ops.sum(values * weight, axis=1) / ops.maximum(ops.sum(weight, axis=1), 1)
     logits = keras.layers.Dense(spec.classes, dtype="float32", name="logits")(values)
     return keras.Model(tokens, logits, name="transformer")
@@ -71,17 +71,17 @@ def build(
 
 def _embedded(tokens: Any, spec: DataSpec, units: int) -> Any:
     positions = ops.cumsum(ops.ones_like(tokens), axis=1) - 1
-    of_token = keras.layers.Embedding(spec.vocabulary_size, units, name="words")(tokens)
-    return of_token + keras.layers.Embedding(spec.input_shape[0], units, name="positions")(positions)
+    words = keras.layers.Embedding(spec.vocabulary_size, units, name="words")(tokens)
+    return words + keras.layers.Embedding(spec.input_shape[0], units, name="positions")(positions)
 
 
-def _block(values: Any, there: Any, causal: bool, heads: int, dropout: float) -> Any:
+def _block(values: Any, mask: Any, causal: bool, heads: int, dropout: float) -> Any:
     units = values.shape[-1]
-    before = _normalized(values)
-    mask = None if there is None else ops.expand_dims(there, 1)
+    inputs = _normalized(values)
+    attention_mask = None if mask is None else ops.expand_dims(mask, 1)
     attention = keras.layers.MultiHeadAttention(heads, units // heads, dropout=dropout)
-    found = attention(before, before, attention_mask=mask, use_causal_mask=causal)
-    values = values + keras.layers.Dropout(dropout)(found)
+    attended = attention(inputs, inputs, attention_mask=attention_mask, use_causal_mask=causal)
+    values = values + keras.layers.Dropout(dropout)(attended)
     hidden = keras.layers.Dense(4 * units, activation="gelu")(_normalized(values))
     return values + keras.layers.Dropout(dropout)(keras.layers.Dense(units)(hidden))
 

@@ -1,4 +1,4 @@
-"""`unet`: a contracting and an expanding path with connections between them.
+"""`unet`: a contracting and an expanding path with skip connections.
 
 O. Ronneberger, P. Fischer and T. Brox, "U-Net: convolutional networks for biomedical image segmentation", MICCAI 2015.
 """
@@ -30,7 +30,7 @@ def build(spec: DataSpec, *, filters: Count = 64, dropout: Fraction = 0.5, width
 
     Args:
         spec: the spec of the dataset.
-        filters: the filters of the first level; each level below has twice the number of the level above.
+        filters: the filters of the first level; each lower level has twice as many as the level above.
         dropout: the fraction of values that are dropped in the two lowest levels in training, in [0, 1).
         width: a factor on `filters`.
 

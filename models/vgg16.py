@@ -1,4 +1,4 @@
-"""`vgg16`: thirteen 3x3 convolutions and three dense layers, those of `keras.applications`.
+"""`vgg16`: thirteen 3x3 convolutions and three dense layers, from `keras.applications`.
 
 K. Simonyan and A. Zisserman, "Very deep convolutional networks for large-scale image recognition", ICLR 2015,
 configuration D.
@@ -9,7 +9,7 @@ from __future__ import annotations
 import keras
 
 from tfdist.data.spec import DataSpec
-from tfdist.models import _applications, _fit
+from tfdist.models import _fit
 from tfdist.options import Factor
 
 TASKS = ("classification",)
@@ -32,4 +32,4 @@ def build(spec: DataSpec, *, width: Factor = 1.0) -> keras.Model:
         UsageError: the examples are not images, or too small.
     """
     _fit.require_images("vgg16", spec, smallest=32)
-    return _applications.adapted(keras.applications.VGG16, spec, width=width)
+    return _fit.adapted(keras.applications.VGG16, spec, width=width)

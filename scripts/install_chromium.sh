@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
-# Installs Chromium on Debian or Ubuntu, in which tests/test_report_browser.py opens the page of a report.
+# Installs Chromium on Debian or Ubuntu, for tests/test_report_browser.py, which opens the page of a report in it.
 # Usage: sudo scripts/install_chromium.sh
 set -euo pipefail
 command -v apt-get > /dev/null || {
-  printf 'There is no `apt-get` here\n\nhint: install Chromium as your system does it\n' >&2
+  printf 'There is no `apt-get` here\n\nhint: install Chromium with the package manager of your system\n' >&2
   exit 1
 }
 ! command -v chromium > /dev/null || exit 0

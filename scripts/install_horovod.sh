@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
-# Builds Horovod from its source distribution for the TensorFlow of a virtual environment, with MPI and Gloo, installs
-# it there, and tests it with an all-reduce on two processes. The wheel is kept for the next time.
+# Builds Horovod with MPI and Gloo from its source distribution for the TensorFlow in a virtual environment, installs it
+# there, and tests it with an all-reduce on two processes. The wheel is cached.
 #
 # Usage: scripts/install_horovod.sh VENV
 #   TFDIST_WHEELS=FOLDER           the folder for wheels; ~/.cache/tfdist/wheels by default
-#   HOROVOD_GPU_OPERATIONS=NCCL    build with NCCL; Horovod's own HOROVOD_NCCL_HOME is its folder
+#   HOROVOD_GPU_OPERATIONS=NCCL    build with NCCL; HOROVOD_NCCL_HOME is its folder
 set -euo pipefail
 venv=$(cd "$1" && pwd)
 cd "$(dirname "$0")/.."
@@ -29,11 +29,10 @@ install_packages() {
     > "$build/apt.log" 2>&1 || fail "apt-get failed: $(tail -1 "$build/apt.log")" "install ${packages[*]} by hand"
 }
 
-adapt() { # the source in the folder $1
+adapt() { # patches the source in the folder $1
   # Horovod's operations for XLA use an interface that TensorFlow 2.21 no longer has.
   sed --in-place '/xla_mpi_ops.cc/d' "$1/horovod/tensorflow/CMakeLists.txt"
-  # If HOROVOD_TIMELINE_EVERY_RANK is set, each rank writes a timeline to its own HOROVOD_TIMELINE, instead of only the
-  # coordinator.
+  # If HOROVOD_TIMELINE_EVERY_RANK is set, each rank writes a timeline to its HOROVOD_TIMELINE, not only the coordinator.
   local block='/if (timeline_env) {/,/should_enable_timeline = true/'
   local condition='is_coordinator || std::getenv("HOROVOD_TIMELINE_EVERY_RANK")'
   sed --in-place "$block s/is_coordinator/$condition/" "$1/horovod/common/operations.cc"
@@ -64,9 +63,9 @@ check() {
   local program='import horovod.tensorflow as hvd, tensorflow as tf; hvd.init(); assert float(hvd.allreduce(tf.constant(float(hvd.rank() + 1)), op=hvd.Sum)) == 3'
   local log=$build/check.log
   PATH=$venv/bin:$PATH timeout 120 horovodrun --gloo -np 2 --network-interfaces lo "$python" -c "$program" \
-    > "$log" 2>&1 || fail "two processes could not add numbers over Gloo: $(tail -1 "$log")" "see that \`lo\` is up"
+    > "$log" 2>&1 || fail "two processes could not all-reduce over Gloo: $(tail -1 "$log")" "check that \`lo\` is up"
   timeout 120 mpirun --allow-run-as-root --oversubscribe -np 2 "$python" -c "$program" > "$log" 2>&1 ||
-    fail "two processes could not add numbers over MPI: $(tail -1 "$log")" "see that \`mpirun -np 2 hostname\` works"
+    fail "two processes could not all-reduce over MPI: $(tail -1 "$log")" "check that \`mpirun -np 2 hostname\` works"
 }
 
 build=$(mktemp -d)

@@ -11,9 +11,9 @@ run() {
   "$python" -m pytest "$@" || [ $? -eq 5 ] # exit code 5: there are no such tests
 }
 
-# One process per core, since a TensorFlow test keeps about one core busy.
+# One process per core, because a TensorFlow test keeps about one core busy.
 run --numprocesses "${TEST_PROCESSES:-$(nproc)}" --dist worksteal -m "not processes and ($marks)" "$@"
-# These start several processes each, which wait for each other a good part of the time; some have seconds to end. In
-# the order of their names the files with few long tests do not come last, when the other process has nothing to do.
+# These tests start several processes each, which often wait for each other; some have a time limit of seconds. In the
+# order of their names, the files with few long tests do not come last, when they would leave the other process idle.
 cores=$(nproc)
 run --numprocesses "$((cores < 4 ? 2 : (cores + 1) / 2))" --dist loadfile --no-loadscope-reorder -m "processes and ($marks)" "$@"

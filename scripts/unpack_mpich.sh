@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Unpacks MPICH's `mpiexec` of Debian or Ubuntu into a folder, for tests/processes/test_two_mpi.py: if installed,
-# it might replace Open MPI's.
+# Unpacks Debian's or Ubuntu's MPICH `mpiexec` into a folder, for tests/processes/test_two_mpi.py. Installing it might
+# replace Open MPI's `mpiexec`.
 # Usage: scripts/unpack_mpich.sh FOLDER; then LD_LIBRARY_PATH=FOLDER/usr/lib/ARCHITECTURE FOLDER/usr/bin/mpiexec.mpich
 set -euo pipefail
 mkdir -p "$1"

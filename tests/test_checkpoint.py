@@ -815,7 +815,7 @@ class TestFolder:
             "import os, signal, sys, pathlib; from tfdist import files\n"
             "def write(path):\n"
             "    path.write_bytes(b'half'); os.kill(os.getpid(), signal.SIGKILL)\n"
-            "files.write_whole(pathlib.Path(sys.argv[1]), write)"
+            "files.write_atomically(pathlib.Path(sys.argv[1]), write)"
         )
         writer = subprocess.run([sys.executable, "-c", program, tmp_path / "step-00000012.ckpt"], check=False)
         assert writer.returncode == -9

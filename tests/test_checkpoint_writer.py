@@ -35,10 +35,10 @@ class HeldDisk:
 
     def __init__(self, monkeypatch, error=None):
         self.go, self.begun, self.error = threading.Event(), threading.Event(), error
-        self._write_whole = files.write_whole
-        monkeypatch.setattr(files, "write_whole", self.write_whole)
+        self._write_whole = files.write_atomically
+        monkeypatch.setattr(files, "write_atomically", self.write_atomically)
 
-    def write_whole(self, path, write):
+    def write_atomically(self, path, write):
         self.begun.set()
         assert self.go.wait(60)
         if self.error is not None:
@@ -107,7 +107,7 @@ from tests.test_checkpoint import run
 from tfdist import files
 from tfdist.callbacks import Checkpoint
 
-whole = files.write_whole
+whole = files.write_atomically
 
 def half(path, write):
     def cut(temporary):
@@ -116,7 +116,7 @@ def half(path, write):
         os.kill(os.getpid(), signal.SIGKILL)
     whole(path, cut if path.stem.endswith("12") else write)
 
-files.write_whole = half
+files.write_atomically = half
 run(callbacks=[Checkpoint(sys.argv[1])], epochs=3)
 """
 
@@ -145,7 +145,7 @@ def write():
         time.sleep(1.5)
         temporary.write_text("whole")
 
-    files.write_whole(path, slowly)
+    files.write_atomically(path, slowly)
     return path
 
 with process_exit.closed_by(lambda status, reason: None):

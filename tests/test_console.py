@@ -70,7 +70,7 @@ def test_after_a_run_signals_do_what_they_did_before():
 GOES_ON = """
 import os, sys
 from tfdist import terminal
-with terminal.any_stdout():
+with terminal.guarded_stdout():
     for _ in range(3):
         print("shown", flush=True)
     os.write(1, b"as a library writes")
@@ -92,7 +92,7 @@ def run_with_stdout(where, *command):
 @NOT_TAKEN
 def test_a_program_goes_on_where_nobody_takes_what_it_shows_and_says_so_once(where, reason):
     done = run_with_stdout(where, "-c", GOES_ON)
-    told = f"Standard output cannot be written ({reason}): nothing is shown there.\n"
+    told = f"Standard output cannot be written ({reason}): further output is discarded.\n"
     assert (done.returncode, done.stderr) == (0, told + "done\n")
 
 
@@ -109,7 +109,7 @@ def test_a_program_that_is_there_for_its_output_fails_in_a_sentence_where_nobody
     done = run_with_stdout(where, "-m", *command)
     assert (done.returncode, done.stderr) == (
         1,
-        f"Standard output cannot be written ({reason}): nothing is shown there.\n",
+        f"Standard output cannot be written ({reason}): further output is discarded.\n",
     )
 
 

@@ -325,7 +325,7 @@ def test_the_example_of_the_documentation_is_a_dataset(working_folder):
         ("nowhere:load", "No module `nowhere` for the dataset `nowhere:load`"),
         ("mine.deeper:load", "No module `mine.deeper`"),
         ("mine:absent", "`mine` has no `absent`"),
-        ("mine:number", "cannot be called: it is of type `int`"),
+        ("mine:number", "is not callable: its type is `int`"),
         ("mine:wrong", "returned a `list`, not a `tfdist.data.Source`"),
         ("mine.py:", "not of the form `module:function`"),
         ("./mine.py:wrong", "hint: write `mine:wrong`"),

@@ -89,10 +89,10 @@ def test_numbers_that_cannot_be_are_refused(least, most, message):
     [
         (["--min-workers", "2"], "`--min-workers` is set, but the job is not elastic"),
         (["--hostfile", "hosts"], "`--hostfile` is set, but the job is not elastic"),
-        (["--elastic", "--workers", "2"], "`--workers` is set beside `--elastic`"),
+        (["--elastic", "--workers", "2"], "`--workers` and `--elastic` are both set"),
         (["--elastic", "--hostfile", "a", "--host-discovery-script", "b"], "are both set"),
         (["--elastic", "--hostfile", "nowhere"], "The host file `nowhere` cannot be read"),
-        (["--elastic", "--strategy", "single"], "the workers of `single` cannot come and go"),
+        (["--elastic", "--strategy", "single"], "the number of workers of `single` is fixed"),
         (["--checkpoint-steps", "0"], "`--checkpoint-steps` is 0"),
     ],
 )

@@ -83,7 +83,7 @@ def run_slurm(script, tmp_path, size, **more):
 def test_an_elastic_job_is_not_emitted_as_one_that_is_not(target):
     done = CliRunner().invoke(launch.command, ["--elastic", "--emit", target, "script.py"])
     assert done.exit_code == 2
-    assert f"`--elastic` is set beside `--emit {target}`" in done.output and "hint: use `--restarts`" in done.output
+    assert f"`--elastic` and `--emit {target}` are both set" in done.output and "hint: use `--restarts`" in done.output
 
 
 def path():

@@ -11,7 +11,7 @@ from tfdist.__main__ import main
 
 
 def test_weights_gradients_and_slots_are_those_of_the_variables():
-    found = memory.of("mlp", "digits", 16, optimizer="adam")
+    found = memory.estimate("mlp", "digits", 16, optimizer="adam")
     source = tfdist.data.load("digits")
     model = tfdist.models.build("mlp", source.spec)
     parameters = sum(math.prod(variable.shape) for variable in model.trainable_variables)
@@ -23,9 +23,9 @@ def test_weights_gradients_and_slots_are_those_of_the_variables():
 @pytest.mark.thorough
 def test_activations_grow_with_the_batch_and_shrink_with_recomputation():
     options = {"task": "classification", "shape": (32, 32, 3)}
-    small, large = (memory.of("resnet20", "synthetic", size, data_options=options) for size in (8, 32))
+    small, large = (memory.estimate("resnet20", "synthetic", size, data_options=options) for size in (8, 32))
     assert 3.5 < large.activations / small.activations < 4.5
-    again = memory.of("resnet20", "synthetic", 32, data_options=options, recompute="blocks")
+    again = memory.estimate("resnet20", "synthetic", 32, data_options=options, recompute="blocks")
     assert again.activations < 0.6 * large.activations
     assert again.weights == large.weights
 
@@ -41,7 +41,7 @@ def test_the_command_prints_a_table():
 @pytest.mark.parametrize(
     ("options", "sentence", "hint"),
     [
-        ("--strategy pipeline", "The memory of `pipeline` is not estimated", "--balance memory"),
+        ("--strategy pipeline", "The memory of `pipeline` cannot be estimated", "--balance memory"),
         ("--strategy mirorred", "Unknown strategy `mirorred`", "mirrored"),
         ("--replicas 64", "`--batch-size` is 32, and `--replicas` is 64", "at most one per example"),
         ("--recompute middle", "middle", "dense"),

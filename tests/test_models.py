@@ -130,9 +130,8 @@ def test_every_model_refuses_a_dataset_for_another_task(case):
     others = {zoo.SMALL[other].spec.task: zoo.SMALL[other].spec for other in zoo.SMALL}
     takes = {small.spec.task for other, small in zoo.SMALL.items() if zoo.name_of(other) == zoo.name_of(case)}
     for task in others.keys() - takes:
-        pattern = (
-            rf"`{zoo.name_of(case)}` does .*, dataset `some` is for {task.replace('_', ' ')}\n\nhint: use `--model "
-        )
+        described = task.replace("_", " ")
+        pattern = rf"`{zoo.name_of(case)}` does .*, but the dataset `some` is for {described}\n\nhint: use `--model "
         with pytest.raises(UsageError, match=pattern):
             tfdist.models.build(zoo.name_of(case), others[task])
 

@@ -18,7 +18,7 @@ from pydantic import BaseModel, ValidationError
 
 from tfdist.errors import RunFolderError
 from tfdist.run import folder as folders
-from tfdist.run import resume, schema
+from tfdist.run import recorder, schema
 from tfdist.run.config import TrainConfig
 from tfdist.run.folder import RunFolder, load_record
 from tfdist.run.schema import EpochRecord, RunRecord
@@ -135,7 +135,7 @@ class TestRunJson:
 
 class TestLoad:
     def test_no_record_is_refused(self, tmp_path):
-        with pytest.raises(RunFolderError, match=r"no `run\.json`.*No such file"):
+        with pytest.raises(RunFolderError, match=r"no readable `run\.json`.*No such file"):
             load_record(tmp_path)
 
     @pytest.mark.parametrize("version", [9, 10])
@@ -198,7 +198,7 @@ class TestRunFolder:
     def test_a_folder_with_another_run_is_refused_and_left_as_it_is(self, folder):
         folder.write(schema.example())
         before = folder.run_json.read_bytes()
-        with pytest.raises(RunFolderError, match=r"already holds a run: `run\.json`") as error:
+        with pytest.raises(RunFolderError, match=r"already contains a run: `run\.json`") as error:
             RunFolder(folder.path)
         assert "--resume" in error.value.hint
         assert folder.run_json.read_bytes() == before
@@ -309,13 +309,13 @@ class TestResumed:
             ("cosine", 5, 5, 2, None),
             ("cosine", None, 5, 2, None),
             ("cosine", 2, 5, 2, "was started with `--epochs 2`, and it is resumed with `--epochs 5`"),
-            ("constant", 2, 2, 2, "The run has 2 epochs already, and `--epochs` is 2: no epoch is trained"),
+            ("constant", 2, 2, 2, "The run has trained 2 epochs already, and `--epochs` is 2: the model is only"),
         ],
     )
     def test_what_is_different_in_it_is_warned_of(self, schedule, before, now, done, warning):
         config = TrainConfig("single", "mlp", "digits", epochs=now, schedule=schedule)
         earlier = run_of([0.5] * done).model_copy(update={"planned_epochs": before})
-        found = resume.about(config, earlier)
+        found = recorder.resume_warning(config, earlier)
         assert found is None if warning is None else warning in found
 
 

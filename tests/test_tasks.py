@@ -97,7 +97,7 @@ def test_a_model_writes_what_it_is_sure_of():
     tokens = keras.Input((None,), dtype="int32")
     sure = 100 * keras.ops.one_hot((tokens + 1) % spec.classes, spec.classes)
     model = keras.Model(tokens, sure)
-    text = characters.write(model, np.array([3, 4, 5], np.int32), 5, np.random.default_rng(0))
+    text = characters.generate(model, np.array([3, 4, 5], np.int32), 5, np.random.default_rng(0))
     assert text.tolist() == [6, 7, 8, 9, 10]
 
 
@@ -193,9 +193,12 @@ def test_a_setting_that_an_optimizer_does_not_have_is_refused():
         optimizers.make(made, 10)
     cosine = config.TrainConfig(strategy="single", model="mlp", dataset="digits", schedule="cosine")
     warm = config.TrainConfig(strategy="single", model="mlp", dataset="digits", warmup_epochs=1.0)
-    with pytest.raises(UsageError, match="`--warmup-epochs` counts steps, and the dataset `digits` does not say"):
+    with pytest.raises(UsageError, match="`--warmup-epochs` depends on the number of steps, which is unknown"):
         optimizers.make(warm, None)
-    with pytest.raises(UsageError, match="`--schedule cosine` counts steps, and the dataset `digits` does not say"):
+    with pytest.raises(
+        UsageError,
+        match="`--schedule cosine` depends on the number of steps, which is unknown",
+    ):
         optimizers.make(cosine, None)
 
 

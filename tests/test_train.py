@@ -94,7 +94,7 @@ def test_a_strategy_of_the_users_own_trains_with_options_of_its_own(tmp_path):
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        (["mine:other"], "The strategy `mine:other` cannot be called"),
+        (["mine:other"], "The strategy `mine:other` is not callable"),
         (["mine:Path"], "`mine:Path` is not a subclass of `tfdist.strategies.base.Strategy`"),
         (["nowhere:Mine"], "No module `nowhere` for the strategy `nowhere:Mine`"),
         (["single", "--strategy-option", "said=hello"], "The strategy `single` does not know the option `said`"),
@@ -156,11 +156,11 @@ def test_options_are_checked_without_importing_tensorflow():
             ["--strategy", "horovod", "--callback-timeout-seconds", "nan"],
             ["cannot have `nan` as `callback_timeout_seconds`"],
         ),
-        (["--strategy", "parameter_server", "--callback-timeout-seconds", "9"], ["has no use for it", "`mpi_split`"]),
-        (["--strategy", "mirrored", "--shard", "optimizer"], ["has no use for it", "`horovod`, `mpi`, `multiworker`"]),
+        (["--strategy", "parameter_server", "--callback-timeout-seconds", "9"], ["does not take it", "`mpi_split`"]),
+        (["--strategy", "mirrored", "--shard", "optimizer"], ["does not take it", "`horovod`, `mpi`, `multiworker`"]),
         (["--strategy", "single", "--strategy-option", "sync_every=2"], ["does not know the option `sync_every`"]),
         (["--strategy", "parameter_server", "--staleness", "few"], ["cannot have `few` as `staleness`"]),
-        (["--strategy", "mine:Mine", "--workers", "2"], ["has no use for it", "`TRAITS = Traits(processes=True)`"]),
+        (["--strategy", "mine:Mine", "--workers", "2"], ["does not take it", "`TRAITS = Traits(processes=True)`"]),
         (["--devices", "0"], ["`--devices` is 0"]),
         (["--profile", "20:10"], ["20:10", "10:20"]),
         (["--target-accuracy", "93"], ["93", "0.9"]),
@@ -291,7 +291,7 @@ def test_a_run_is_resumed_with_its_own_options_and_what_is_given_besides(tmp_pat
         assert (resumed.global_batch_size, resumed.seed, resumed.model.options) == (64, 3, {"width": "16"})
         elapsed = [epoch.elapsed_seconds for epoch in resumed.epochs]
         assert elapsed == sorted(elapsed)
-    assert "`elsewhere` has no `run.json`" in refuse(tmp_path, "--resume", "--run-dir", "elsewhere")
+    assert "`elsewhere` has no readable `run.json`" in refuse(tmp_path, "--resume", "--run-dir", "elsewhere")
     assert "`--resume` needs `--run-dir`" in refuse(tmp_path, "--resume")
 
 
@@ -301,7 +301,7 @@ def test_resume_goes_on_where_the_run_stopped_and_refuses_another(tmp_path):
     assert run(*base, "--epochs", 1, cwd=tmp_path).returncode == 0
     whole = ["--strategy", "single", *QUICK, "--run-dir", "whole", "--epochs", 3]
     assert run(*whole, cwd=tmp_path).returncode == 0
-    assert "already holds a run" in refuse(tmp_path, *base, "--epochs", 3)
+    assert "already contains a run" in refuse(tmp_path, *base, "--epochs", 3)
     assert "--batch-size 32" in refuse(tmp_path, *base, "--epochs", 3, "--resume", "--batch-size", 64)
     assert run(*base, "--epochs", 3, "--resume", cwd=tmp_path).returncode == 0
     resumed, unbroken = load_record(tmp_path / "r"), load_record(tmp_path / "whole")
@@ -424,7 +424,7 @@ def test_own_code_may_use_tensorflow_where_it_is_imported(tmp_path, strategy):
 @pytest.mark.parametrize(
     ("model", "said"),
     [
-        ("net", "The model `mine:net` is a model already, not a function that makes one"),
+        ("net", "The model `mine:net` is a `keras.Model`, not a function that builds a model"),
         ("few", "are [1] per example, for 10 classes"),
     ],
 )
@@ -440,12 +440,12 @@ def test_an_own_model_that_cannot_be_trained_is_refused_in_a_sentence(tmp_path, 
     [
         ("--model", "mine:no_spec", ["does not take `spec` as its first argument", "`def no_spec(spec, ...)`"]),
         ("--model", "mine:only_options", ["does not take `spec` as its first argument"]),
-        ("--model", "mine.good", ["Unknown model `mine.good`", "hint: write your own as `mine:good`"]),
+        ("--model", "mine.good", ["Unknown model `mine.good`", "hint: write your own model as `mine:good`"]),
         ("--model", "mine.py:good", ["names a file", "hint: write `mine:good`"]),
-        ("--model", "mine.py", ["hint: write your own as `mine:NAME`"]),
-        ("--model", "mine", ["hint: write your own as `mine:NAME`"]),
+        ("--model", "mine.py", ["hint: write your own model as `mine:NAME`"]),
+        ("--model", "mine", ["hint: write your own model as `mine:NAME`"]),
         ("--dataset", "mine:no_folder", ["does not take `data_dir` as its first argument"]),
-        ("--dataset", "mine.data", ["hint: write your own as `mine:data`"]),
+        ("--dataset", "mine.data", ["hint: write your own dataset as `mine:data`"]),
         ("--dataset", "./mine.py:data", ["hint: write `mine:data`"]),
     ],
 )

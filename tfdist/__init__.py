@@ -8,10 +8,8 @@ Synopsis:
     with strategy.scope():
         model = build_model()
         model.compile(optimizer="adam", loss="sparse_categorical_crossentropy", metrics=["accuracy"])
-    strategy.prepare(model)             # model.fit, evaluate and predict are now the strategy's own
+    strategy.prepare(model)             # model.fit, evaluate and predict now run on the strategy
     model.fit(x, y, batch_size=128, epochs=3)
-
-In a step, a loss or a metric of your own, `tfdist.gather` and `tfdist.all_reduce` reach what other replicas have.
 """
 
 from __future__ import annotations
@@ -29,34 +27,34 @@ _PUBLIC_MODULES = ("callbacks", "data", "models")
 
 
 def __getattr__(name: str) -> Any:
-    """Imports the modules that users reach as `tfdist.callbacks` when they are first used: `import tfdist` is quick."""
+    """Imports public modules, such as `tfdist.callbacks`, when they are first used, so that `import tfdist` is fast."""
     if name in _PUBLIC_MODULES:
         return importlib.import_module(f"tfdist.{name}")
     raise AttributeError(f"module `tfdist` has no attribute `{name}`")
 
 
 def strategy(name: str, **options: Any) -> Strategy:
-    """The strategy `name`, with its options.
+    """Returns the strategy `name`, with its options.
 
     | name | replicas |
     |---|---|
     | "single" | one device |
-    | "mirrored" | several devices of this machine, by `tf.distribute.MirroredStrategy` |
-    | "custom" | several devices of this machine, by tfdist's own data-parallel loop |
+    | "mirrored" | several devices of this machine, with `tf.distribute.MirroredStrategy` |
+    | "custom" | several devices of this machine, with tfdist's own data-parallel loop |
     | "hogwild" | several threads on one device, which update the same weights without locks |
-    | "multiworker" | several processes, by `tf.distribute.MultiWorkerMirroredStrategy` |
-    | "parameter_server" | several processes, whose variables are on servers |
-    | "horovod" | several processes, by Horovod over MPI or Gloo |
-    | "mpi" | several processes, by MPI through mpi4py |
-    | "local_sgd" | several processes that train apart, and make new weights of their mean now and then |
-    | "gossip" | several processes that train apart, and average with few others around each step |
-    | "mpi_split" | several processes that average their weights now and then |
+    | "multiworker" | several processes, with `tf.distribute.MultiWorkerMirroredStrategy` |
+    | "parameter_server" | several processes, with the variables on parameter servers |
+    | "horovod" | several processes, with Horovod over MPI or Gloo |
+    | "mpi" | several processes, with MPI through mpi4py |
+    | "local_sgd" | several processes that train locally and periodically compute new weights from their mean |
+    | "gossip" | several processes that train locally and average with a few neighbours around each step |
+    | "mpi_split" | several processes that periodically average their weights |
 
-    All take the options of `tfdist.interface.strategy.Strategy`; docs/strategies.md has those of each.
+    All take the options of `tfdist.interface.strategy.Strategy`; docs/strategies.md lists the options of each strategy.
 
     Raises:
-        UnknownNameError: no strategy, or no device, has that name.
-        UsageError: an option is unknown or cannot work here, or Keras runs on another backend than TensorFlow.
+        UnknownNameError: there is no strategy, or no device, with that name.
+        UsageError: an option is unknown or invalid here, or the backend of Keras is not TensorFlow.
     """
     from tfdist import startup, strategies
 
@@ -65,16 +63,16 @@ def strategy(name: str, **options: Any) -> Strategy:
 
 
 def gather(tensor: Any) -> Any:
-    """`tensor` itself: a step of one's own sees the whole global batch, and needs to gather nothing.
+    """Returns `tensor` unchanged, because a custom step already sees the whole global batch.
 
-    Kept for code that was written for steps on parts of a batch.
+    Kept for code that was written for steps on a replica's part of the batch.
     """
     return tensor
 
 
 def all_reduce(tensor: Any) -> Any:
-    """`tensor` itself: a step of one's own sees the whole global batch, whose sums are those of all replicas.
+    """Returns `tensor` unchanged, because sums in a custom step are already over the whole global batch.
 
-    Kept for code that was written for steps on parts of a batch.
+    Kept for code that was written for steps on a replica's part of the batch.
     """
     return tensor

@@ -1,4 +1,4 @@
-"""The program `tfdist`: `tfdist train ...` is `python -m tfdist.train ...`, and so on."""
+"""The program `tfdist`: `tfdist train ...` is equivalent to `python -m tfdist.train ...`, and so on."""
 
 from __future__ import annotations
 

@@ -3,7 +3,7 @@
     tfdist advise --model cnn --dataset fashion_mnist --batch-size 64 --workers 2
     tfdist advise --model cnn --dataset fashion_mnist --batch-size 512 --workers 2..16 --link 10Gbit --latency 50us
 
-Without `--link`, workers are processes that share this machine; with it, each has a machine like this one.
+Without `--link`, the workers are processes that share this machine; with it, each worker has a machine like this one.
 """
 
 from __future__ import annotations
@@ -26,32 +26,36 @@ from tfdist.errors import UsageError
 from tfdist.study import measure, plan, runs
 
 FORMATS = (".svg", ".png", ".html")
-# Okabe and Ito's colours, which differ for any colour vision.
+# Okabe and Ito's colours, which are distinct for all kinds of colour vision.
 _COLOURS = ["#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9"]
 IDEAL = "ideal"
 
 
 def require_format(path: Path) -> None:
-    """Raises `UsageError` unless pictures are written in the format of `path`."""
+    """Raises `UsageError` unless the format of `path` is supported."""
     if path.suffix not in FORMATS:
-        raise UsageError(f"`--curves` is `{path}`", f"name a file that ends with one of {', '.join(FORMATS)}")
+        raise UsageError(f"`--curves` is `{path}`", f"use a file name that ends with one of {', '.join(FORMATS)}")
 
 
 def draw_predictions(found: Sequence[Prediction], path: Path) -> None:
-    """Draws predictions into the file `path`.
+    """Draws the predicted speed over the number of workers into the file `path`.
 
     Raises:
-        UsageError: it cannot be written.
+        UsageError: the file cannot be written.
     """
     import altair
 
-    single = next(one.examples_per_second for one in found if one.strategy == "single")
-    counts = sorted({one.workers for one in found} | {1})
+    single = next(prediction.examples_per_second for prediction in found if prediction.strategy == "single")
+    counts = sorted({prediction.workers for prediction in found} | {1})
     points = [
-        {"workers": one.workers, "examples per second": one.examples_per_second, "strategy": one.strategy}
-        for one in found
+        {
+            "workers": prediction.workers,
+            "examples per second": prediction.examples_per_second,
+            "strategy": prediction.strategy,
+        }
+        for prediction in found
     ]
-    names = list(dict.fromkeys(one.strategy for one in found if one.strategy != "single"))
+    names = list(dict.fromkeys(prediction.strategy for prediction in found if prediction.strategy != "single"))
     points += [{"workers": 1, "examples per second": single, "strategy": name} for name in names]
     points += [{"workers": n, "examples per second": n * single, "strategy": IDEAL} for n in counts]
     domain = ["single", *names, IDEAL]
@@ -72,23 +76,23 @@ def draw_predictions(found: Sequence[Prediction], path: Path) -> None:
     try:
         chart.save(str(path), inline=True) if path.suffix == ".html" else chart.save(str(path))
     except OSError as error:
-        raise UsageError(f"The curves cannot be written to `{path}`: {error.strerror}", "name another file") from error
+        raise UsageError(f"The curves cannot be written to `{path}`: {error.strerror}", "use another file") from error
 
 
 BYTES_OF_FLOAT32 = 4
 MEASURED_LINKS = ("multiworker", "horovod", "mpi_split")
-# What a link between machines carries: every strategy by the same numbers.
-ON_A_LINK = (*MEASURED_LINKS, "parameter_server")
+# Strategies that are predicted from the latency and bandwidth of `--link`.
+WITH_LINK = (*MEASURED_LINKS, "parameter_server")
 
 
-@click.command("advise", cls=terminal.Command, context_settings={"help_option_names": ["-h", "--help"]})
+@click.command("advise", cls=terminal.Command)
 @for_model.options
-@click.option("--batch-size", type=click.IntRange(min=2), default=32, show_default=True, help="per global batch")
+@click.option("--batch-size", type=click.IntRange(min=2), default=32, show_default=True, help="size of a global batch")
 @click.option("--workers", default="2", show_default=True, metavar="N|N..M", help="numbers of workers")
-@click.option("--link", metavar="RATE", help="between machines, such as 10Gbit; each worker then has one")
-@click.option("--latency", metavar="TIME", help="of a message between machines, such as 50us")
+@click.option("--link", metavar="RATE", help="bandwidth between machines, such as 10Gbit, for a worker per machine")
+@click.option("--latency", metavar="TIME", help="latency of a message between machines, such as 50us")
 @click.option(
-    "--curves", "picture", type=click.Path(path_type=Path), metavar="FILE", help="draw them: .svg, .png, .html"
+    "--curves", "picture", type=click.Path(path_type=Path), metavar="FILE", help="draw the speed: .svg, .png, .html"
 )
 @click.option("--check/--no-check", default=True, show_default=True, help="compare with real runs of two workers")
 def command(
@@ -104,8 +108,8 @@ def command(
 ) -> None:
     """Predict the throughput of strategies for a model, from short measurements on this machine."""
     counts, cores = _counts(workers), tuple(sorted(os.sched_getaffinity(0)))
-    between = link_of(link, latency)
-    _refuse_beyond(counts, cores, batch_size, between)
+    described = link_of(link, latency)
+    _check_workers(counts, cores, batch_size, described)
     if picture is not None:
         require_format(picture)
     data_options = registry.parse_options(data_option, "--data-option")
@@ -117,88 +121,92 @@ def command(
     with tempfile.TemporaryDirectory(prefix="tfdist-advise-") as folder:
         terminal.say("Measuring how long steps are ...")
         work = work.with_steps_for(Path(folder))
-        facts = _facts(work, counts, between, Path(folder))
+        facts = _measure(work, counts, described, Path(folder))
         found = predictions.all_of(facts, counts)
-        with terminal.any_stdout(needed=True):
+        with terminal.guarded_stdout(needed=True):
             click.echo(_table(found, counts))
-            click.echo(_recommended(found))
+            click.echo(_recommendation(found))
             if picture is not None:
                 draw_predictions(found, picture)
                 click.echo(picture)
-            if check and between is None and 2 in counts:
-                click.echo(_checked(work, found, Path(folder)))
+            if check and described is None and 2 in counts:
+                click.echo(_comparison(work, found, Path(folder)))
 
 
-def _facts(work: measured.Work, counts: Sequence[int], between: Link | None, folder: Path) -> predictions.Facts:
+def _measure(work: measured.Work, counts: Sequence[int], described: Link | None, folder: Path) -> predictions.Facts:
+    """Measures what the predictions need; `described` is the link between machines, if the user described it."""
     compute: dict[int, Compute] = {}
-    for count in [1] if between else sorted({1, *counts}):
-        shared = "one process" if count == 1 else f"{count} processes at the same time"
-        terminal.say(f"Measuring steps of {shared} ...")
+    for count in [1] if described else sorted({1, *counts}):
+        processes = "one process" if count == 1 else f"{count} simultaneous processes"
+        terminal.say(f"Measuring steps of {processes} ...")
         compute[count], record = measured.compute(work, count, folder)
-    if between:
-        links = dict.fromkeys(ON_A_LINK, between)
+    if described:
+        links = dict.fromkeys(WITH_LINK, described)
     else:
         terminal.say("Measuring links between two processes ...")
-        found = {name: measured.link(name) for name in MEASURED_LINKS}
-        links = {name: one for name, one in found.items() if one is not None}
+        links = {name: link for name in MEASURED_LINKS if (link := measured.link(name)) is not None}
     bytes_ = (record.model.parameters or 0) * BYTES_OF_FLOAT32
     steps = max(1, work.examples // work.batch_size)
-    copies = 0.0
+    copy_seconds = 0.0
     if "mpi_split" in links:
-        terminal.say("Measuring how long an averaging is ...")
-        here = 0.0 if between else links["mpi_split"].all_reduce_seconds(bytes_, 2)
-        copies = max(0.0, (measured.averaging_seconds(work, folder / "averaging") or 0.0) - here)
-    return predictions.Facts(work.batch_size, steps, bytes_, compute, links, between is not None, copies)
+        terminal.say("Measuring the time to average the weights ...")
+        exchange_seconds = 0.0 if described else links["mpi_split"].all_reduce_seconds(bytes_, 2)
+        averaging_seconds = measured.averaging_seconds(work, folder / "averaging") or 0.0
+        copy_seconds = max(0.0, averaging_seconds - exchange_seconds)
+    return predictions.Facts(work.batch_size, steps, bytes_, compute, links, described is not None, copy_seconds)
 
 
-def _table(found: Sequence[predictions.Prediction], counts: Sequence[int]) -> str:
-    """Examples a second, a row for each strategy and a column for each number of workers."""
-    rates = {(one.strategy, one.workers): f"{one.examples_per_second:,.0f}" for one in found}
+def _table(found: Sequence[Prediction], counts: Sequence[int]) -> str:
+    """A table of examples per second, with a row per strategy and a column per number of workers."""
+    rates = {
+        (prediction.strategy, prediction.workers): f"{prediction.examples_per_second:,.0f}" for prediction in found
+    }
     columns = sorted({1, *counts})
     rows = [["examples/s on", *map(str, columns)]]
-    for name in dict.fromkeys(one.strategy for one in found):
+    for name in dict.fromkeys(prediction.strategy for prediction in found):
         rows.append([name, *(rates.get((name, count), "") for count in columns)])
-    first = max(len(row[0]) for row in rows)
-    return "\n".join(row[0].ljust(first) + "".join(f"{cell:>12}" for cell in row[1:]) for row in rows)
+    width = max(len(row[0]) for row in rows)
+    return "\n".join(row[0].ljust(width) + "".join(f"{cell:>12}" for cell in row[1:]) for row in rows)
 
 
-def _recommended(found: Sequence[predictions.Prediction]) -> str:
-    """The fastest of those that compute what one device computes, and what is faster but does not."""
-    single = next(one for one in found if one.strategy == "single").examples_per_second
-    exact = next(one for one in found if not strategies.traits(one.strategy).asynchronous)
+def _recommendation(found: Sequence[Prediction]) -> str:
+    """Recommends the fastest synchronous strategy, and names an asynchronous strategy that would be faster."""
+    single = next(prediction for prediction in found if prediction.strategy == "single").examples_per_second
+    exact = next(prediction for prediction in found if not strategies.traits(prediction.strategy).asynchronous)
     if exact.strategy == "single":
-        said = "Use `single`: more workers cost more in communication than they save."
+        text = "Use `single`: more workers cost more in communication than they save."
     else:
-        ratio = exact.examples_per_second / single
-        said = f"Use `{exact.name}`, {ratio:.2f} times as fast as `single`."
+        text = f"Use `{exact.name}`, {exact.examples_per_second / single:.2f} times as fast as `single`."
     if found[0] is not exact:
         ratio = found[0].examples_per_second / exact.examples_per_second
-        said += f" `{found[0].name}` would be {ratio:.2f} times as fast as that, and computes something else."
-    return f"\n{said}"
+        text += f" `{found[0].name}` would be {ratio:.2f} times as fast as that, but computes something else."
+    return f"\n{text}"
 
 
-def _checked(work: measured.Work, found: Sequence[predictions.Prediction], folder: Path) -> str:
-    """How far the predictions for two workers are from runs that they were not made of."""
+def _comparison(work: measured.Work, found: Sequence[Prediction], folder: Path) -> str:
+    """Compares the predictions for two workers with runs that were not used for them."""
     terminal.say("Comparing with runs of two workers ...")
     limit = min(work.examples, work.steps * work.batch_size)
     train = {name: value for name, value in work.options.items() if name not in ("model", "dataset")} | {"limit": limit}
-    contestants = [plan.Contestant(one.strategy, workers=(2,)) for one in found if one.workers == 2]
+    contestants = [
+        plan.Contestant(prediction.strategy, workers=(2,)) for prediction in found if prediction.workers == 2
+    ]
     names = (str(work.options["model"]),), (str(work.options["dataset"]),)
     study = plan.Plan(
         *names, tuple(contestants), batch_sizes=(work.batch_size,), repeats=1, epochs=measured.EPOCHS, train=train
     )
-    lines = ["", "Beside runs that they were not made of:"]
-    predicted = {one.name: one.examples_per_second for one in found}
+    lines = ["", "Comparison with runs that were not used for the predictions:"]
+    predicted = {prediction.name: prediction.examples_per_second for prediction in found}
     for turn in measure.turns(study, folder / "check"):
         result = measure.run(turn, study, "check", measured.SECONDS_OF_A_RUN)
         (run,) = runs.load([turn.folder])
         seconds = run.epoch_seconds
         if result.exit_code or seconds is None:
-            lines.append(f"  {turn.cell.name}: it failed: {run.cause}")
+            lines.append(f"  {turn.cell.name}: the run failed: {run.cause}")
             continue
         rate = limit / seconds
-        off = predicted[turn.cell.name] / rate - 1
-        lines.append(f"  {turn.cell.name}: {rate:,.0f} examples/s measured, the prediction is {off:+.0%} off")
+        error = predicted[turn.cell.name] / rate - 1
+        lines.append(f"  {turn.cell.name}: {rate:,.0f} examples/s measured, the prediction is {error:+.0%} off")
     return "\n".join(lines)
 
 
@@ -206,27 +214,23 @@ def _counts(text: str) -> list[int]:
     match = re.fullmatch(r"(\d+)(?:\.\.(\d+))?", text)
     first, last = (int(match[1]), int(match[2] or match[1])) if match else (0, 0)
     if not 1 <= first <= last:
-        raise UsageError(f"`--workers` is `{text}`", "give a number, such as 2, or a range, such as 2..16")
+        raise UsageError(f"`--workers` is `{text}`", "use a number, such as 2, or a range, such as 2..16")
     return list(range(first, last + 1))
 
 
-def _refuse_beyond(counts: Sequence[int], cores: Sequence[int], batch_size: int, between: Link | None) -> None:
+def _check_workers(counts: Sequence[int], cores: Sequence[int], batch_size: int, described: Link | None) -> None:
+    """Raises `UsageError` for more workers than examples per batch, or than cores without a described link."""
     if counts[-1] > batch_size:
         raise UsageError(
             f"`--workers` goes to {counts[-1]}, and a global batch has {batch_size} examples", "use a larger batch"
         )
-    if between is None and counts[-1] > len(cores):
+    if described is None and counts[-1] > len(cores):
         raise UsageError(
             f"`--workers` goes to {counts[-1]}, and the link is measured between processes of this machine, which has "
             f"{terminal.counted(len(cores), 'core')}",
-            "describe the network between machines with `--link` and `--latency`, or ask for fewer workers",
+            "describe the network between machines with `--link` and `--latency`, or use fewer workers",
         )
 
 
-def main() -> None:
-    """The command."""
-    command(prog_name="python -m tfdist.advise")
-
-
 if __name__ == "__main__":
-    main()
+    command(prog_name="python -m tfdist.advise")

@@ -1,8 +1,8 @@
-"""`tfdist compare`: measures strategies on equal work, in turns, and reports what came out.
+"""`tfdist compare`: measures strategies on equal work, in turns, and reports the results.
 
     tfdist compare --strategies single,mirrored,custom --workers 1,2 --model cnn --dataset digits
 
-Each run is a `tfdist train` of its own, whose folder stays; `tfdist report` makes the report again from them.
+Each run is a separate `tfdist train`, whose run folder is kept; `tfdist report` reports on these folders again.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from tfdist.errors import UsageError
 from tfdist.study import measure, plan
 from tfdist.study.display import Display
 
-SECONDS_OF_A_RUN = 3600.0  # the longest, if the user does not say another
+SECONDS_PER_RUN = 3600.0  # default time limit
 
 _what = terminal.options_of("What is measured")
 _how = terminal.options_of("How it is measured")
@@ -34,25 +34,25 @@ def _numbers(text: str | None, option: str) -> tuple[int, ...] | None:
     try:
         return None if text is None else tuple(int(part) for part in _list(text) or ())
     except ValueError:
-        raise UsageError(f"`{option}` is `{text}`", f"give whole numbers, such as `{option} 1,2`") from None
+        raise UsageError(f"`{option}` is `{text}`", f"use whole numbers, such as `{option} 1,2`") from None
 
 
-@_what("--strategies", metavar="NAMES", help="strategies, divided by commas: " + ", ".join(strategies.names()))
-@_what("--model", metavar="NAMES", help="models, divided by commas, or your own as module:function")
-@_what("--dataset", metavar="NAMES", help="datasets, divided by commas, or your own as module:function")
-@_what("--workers", metavar="N,...", help="numbers of processes, or of devices of a strategy with one process [1]")
+@_what("--strategies", metavar="NAMES", help="strategies, separated by commas: " + ", ".join(strategies.names()))
+@_what("--model", metavar="NAMES", help="models, separated by commas, or your own as module:function")
+@_what("--dataset", metavar="NAMES", help="datasets, separated by commas, or your own as module:function")
+@_what("--workers", metavar="N,...", help="numbers of processes, or of devices for strategies of one process [1]")
 @_what("--batch-size", metavar="N,...", help="examples per global batch [32]")
-@_what("--input", metavar="NAMES", help="real, cached, synthetic, divided by commas: says what bounds the training")
-@_what("--matrix", type=click.Path(path_type=Path), metavar="FILE", help="a study as a TOML file; options replace it")
-@_how("--repeats", type=int, metavar="N", help="runs of each strategy with each seed [5]")
-@_how("--seeds", type=int, metavar="N", help="seeds, from 0 [1]")
-@_how("--epochs", type=int, metavar="N", help="epochs of a run, of which the first one warms up [5]")
-@_how("--steps", type=int, metavar="N", help="steps of an epoch, instead of the whole dataset")
+@_what("--input", metavar="NAMES", help="real, cached, synthetic, separated by commas; shows the bottleneck")
+@_what("--matrix", type=click.Path(path_type=Path), metavar="FILE", help="a study as a TOML file; options override it")
+@_how("--repeats", type=int, metavar="N", help="runs per strategy and seed [5]")
+@_how("--seeds", type=int, metavar="N", help="number of seeds, from 0 [1]")
+@_how("--epochs", type=int, metavar="N", help="epochs per run; the first epoch is a warm-up [5]")
+@_how("--steps", type=int, metavar="N", help="steps per epoch, instead of the whole dataset")
 @_how("--target-accuracy", type=float, metavar="FRACTION", help="end each run at this validation accuracy")
-@_how("--trace", is_flag=True, default=None, help="one more run of each, traced: what a step is spent on")
-@_how("--run-seconds", type=float, default=SECONDS_OF_A_RUN, show_default=True, help="end a run that takes longer")
+@_how("--trace", is_flag=True, default=None, help="an additional traced run per strategy: the time per step by cause")
+@_how("--run-seconds", type=float, default=SECONDS_PER_RUN, show_default=True, help="time limit of a run")
 @_how("--out", type=click.Path(path_type=Path), metavar="FOLDER", help="folder of the runs and the report")
-@_how("--resume", is_flag=True, help="make the runs that are missing in --out, or failed")
+@_how("--resume", is_flag=True, help="do only the runs that are missing in --out or failed")
 @report.price_option
 @report.tensorboard_option
 def _compare(
@@ -70,11 +70,11 @@ def _compare(
     tensorboard: Path | None,
     **options: Any,
 ) -> int:
-    """Measure strategies on equal work, in turns, and report which one is fastest by how much."""
+    """Measure strategies on equal work, in turns, and report which strategy is fastest, and by how much."""
     prices = report.prices_of(price)
-    found = {} if matrix is None else plan.read(matrix)
+    settings = {} if matrix is None else plan.read(matrix)
     names = _list(strategies)
-    given = {
+    set_options = {
         "models": _list(model),
         "datasets": _list(dataset),
         "contestants": None if names is None else tuple(plan.Contestant(name) for name in names),
@@ -82,16 +82,16 @@ def _compare(
         "batch_sizes": _numbers(batch_size, "--batch-size"),
         "inputs": _list(input),
     }
-    of_plan = {field.name for field in fields(plan.Plan)}
-    given |= {name: options.pop(name) for name in list(options) if name in of_plan}
-    found |= {name: value for name, value in given.items() if value is not None}
+    plan_fields = {field.name for field in fields(plan.Plan)}
+    set_options |= {name: options.pop(name) for name in list(options) if name in plan_fields}
+    settings |= {name: value for name, value in set_options.items() if value is not None}
     source = click.get_current_context().get_parameter_source
-    own = {name: value for name, value in options.items() if source(name) is click.core.ParameterSource.COMMANDLINE}
-    found["train"] = {**found.get("train", {}), **own}
+    train = {name: value for name, value in options.items() if source(name) is click.core.ParameterSource.COMMANDLINE}
+    settings["train"] = {**settings.get("train", {}), **train}
     for name, option in (("contestants", "--strategies"), ("models", "--model"), ("datasets", "--dataset")):
-        if not found.get(name):
-            raise UsageError(f"`{option}` is not set", f"name at least one with `{option}`, or in a `--matrix` file")
-    study = plan.Plan(**found)
+        if not settings.get(name):
+            raise UsageError(f"`{option}` is not set", "set it on the command line or in a `--matrix` file")
+    study = plan.Plan(**settings)
     _check_names(study)
     folder = out or Path("studies") / f"{datetime.now(UTC):%Y%m%d-%H%M%S}"
     failed = run(study, folder, resume, run_seconds)
@@ -100,7 +100,7 @@ def _compare(
 
 
 def _check_names(study: plan.Plan) -> None:
-    """Refuses what no run could use, before the first one is made."""
+    """Raises `UnknownNameError` for an unknown model or dataset before the first run."""
     for kind, names, known in (("model", study.models, models.names()), ("dataset", study.datasets, data.names())):
         for name in names:
             if ":" not in name:
@@ -108,17 +108,17 @@ def _check_names(study: plan.Plan) -> None:
 
 
 def run(study: plan.Plan, out: Path, resume: bool, run_seconds: float) -> bool:
-    """Makes the runs of a study in `out`; returns whether one has failed."""
+    """Makes the runs of a study in `out`, and returns whether a run failed."""
     begun = measure.begin(study, out, resume)
     turns = measure.turns(study, out)
-    left = [turn for turn in turns if not measure.is_done(turn)]
-    measured: list[measure.Measured] = []
-    with Display(Console(stderr=True), len(turns), len(turns) - len(left)) as display:
-        for index, turn in enumerate(left):
-            display.begin(turn, measure.expected_seconds(left[index:], measured))
-            measured.append(measure.run(turn, study, begun, run_seconds))
-            display.end(measured[-1])
-    return any(one.exit_code for one in measured)
+    remaining = [turn for turn in turns if not measure.is_done(turn)]
+    results: list[measure.Measured] = []
+    with Display(Console(stderr=True), len(turns), len(turns) - len(remaining)) as display:
+        for index, turn in enumerate(remaining):
+            display.begin(turn, measure.expected_seconds(remaining[index:], results))
+            results.append(measure.run(turn, study, begun, run_seconds))
+            display.end(results[-1])
+    return any(result.exit_code for result in results)
 
 
 command = terminal.Command(
@@ -133,10 +133,5 @@ command = terminal.Command(
 )
 
 
-def main() -> None:
-    """The command."""
-    command(prog_name="python -m tfdist.compare")
-
-
 if __name__ == "__main__":
-    main()
+    command(prog_name="python -m tfdist.compare")

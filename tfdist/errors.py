@@ -1,8 +1,8 @@
-"""The exceptions of tfdist, as one tree; a command turns one into a message and an exit code.
+"""The exceptions of tfdist. A command shows their message and ends with their exit code.
 
     TfdistError                  exit code 2: the user's input, or the machine, needs a change
-    ├── UsageError               an option or argument that cannot work (also a ValueError)
-    │   └── UnknownNameError     a name that is not registered; lists the known ones
+    ├── UsageError               an invalid option or argument (also a ValueError)
+    │   └── UnknownNameError     a name that is not registered; lists the known names
     ├── DataError                a dataset that is missing, empty or inconsistent
     ├── NonFiniteLossError       the loss became NaN or infinite at a step
     ├── VerificationError        steps on several replicas differ from those of one device
@@ -27,36 +27,35 @@ import re
 from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
-EXIT_DIFFERENT = 1  # a verification has found a difference
+EXIT_DIFFERENT = 1  # a verification found a difference
 EXIT_USAGE = 2
 EXIT_CLUSTER = 3
-EXIT_RESHAPED = 75  # the processes of an elastic job ask to be restarted; `EX_TEMPFAIL` of sysexits.h
-EXIT_INTERRUPTED = 130  # 128 + SIGINT, as a shell reports it
-# Values that a message about differing processes shows.
-MOST_VALUES = 8
+EXIT_RESHAPED = 75  # the processes of an elastic job request a restart; `EX_TEMPFAIL` of sysexits.h
+EXIT_INTERRUPTED = 130  # 128 + SIGINT, as reported by shells
+MOST_VALUES = 8  # maximum number of different values in a message about processes that disagree
 
 
 class TfdistError(Exception):
-    """One sentence with what was set and what was found, and a hint with what to do."""
+    """An error with a sentence, which says what was set and what was observed, and a hint, which says what to do."""
 
     exit_code = EXIT_USAGE
 
     def __init__(self, sentence: str, hint: str | None = None):
         if hint is None:
-            sentence, hint = _in_layer(sentence)
+            sentence, hint = _split_layer_message(sentence)
         super().__init__(f"{sentence}\n\nhint: {hint}")
         self.sentence = sentence
         self.hint = hint
 
 
-def _in_layer(message: str) -> tuple[str, str]:
-    """The sentence and the hint of an error that Keras has made again, from its message, where a layer raised it."""
-    found = _OF_LAYER.fullmatch(message)
-    return (f"{found['sentence']} (in `{found['layer']}`)", found["hint"]) if found else (message, "see above")
+def _split_layer_message(message: str) -> tuple[str, str]:
+    """The sentence and the hint in the message of an error that a layer raised and Keras raised again."""
+    match = _LAYER_MESSAGE.fullmatch(message)
+    return (f"{match['sentence']} (in `{match['layer']}`)", match["hint"]) if match else (message, "see above")
 
 
-# As in Keras 3.15.1, `keras.src.utils.traceback_utils.inject_argument_info_in_traceback`.
-_OF_LAYER = re.compile(
+# The format of Keras 3.15.1, `keras.src.utils.traceback_utils.inject_argument_info_in_traceback`.
+_LAYER_MESSAGE = re.compile(
     r"Exception encountered when calling (?P<layer>.*?)\(?\)?\.\n\n"
     r"\x1b\[1m(?P<sentence>.*?)\n\nhint: (?P<hint>.*?)\x1b\[0m\n\n.*",
     re.DOTALL,
@@ -64,15 +63,15 @@ _OF_LAYER = re.compile(
 
 
 class DifferenceWarning(UserWarning):
-    """What is computed is not what one device computes; commands show it, and do not only log it."""
+    """The computation differs from that of one device. Commands show this warning instead of only logging it."""
 
 
 class CostWarning(UserWarning):
-    """Every replica repeats much of a step; commands show it, and do not only log it."""
+    """Every replica repeats a large part of a step. Commands show this warning instead of only logging it."""
 
 
 class UsageError(TfdistError, ValueError):
-    """An option or argument that cannot work."""
+    """An invalid option or argument."""
 
 
 class UnknownNameError(UsageError):
@@ -80,9 +79,9 @@ class UnknownNameError(UsageError):
 
     def __init__(self, kind: str, name: str, known: Iterable[str], hint: str | None = None):
         known = sorted(known)
-        near = difflib.get_close_matches(name, known, n=1, cutoff=0.4)
+        similar = difflib.get_close_matches(name, known, n=1, cutoff=0.4)
         names = ", ".join(f"`{k}`" for k in known)
-        hint = hint or (f"did you mean `{near[0]}`?" if near else f"use one of {names}")
+        hint = hint or (f"did you mean `{similar[0]}`?" if similar else f"use one of {names}")
         super().__init__(f"Unknown {kind} `{name}`: the names are {names}", hint)
 
 
@@ -95,7 +94,7 @@ class NonFiniteLossError(TfdistError):
 
 
 class VerificationError(TfdistError):
-    """Steps on the replicas of a strategy differ from those of one device by more than rounding, or break its bound.
+    """The steps of a strategy differ from those of one device by more than rounding errors, or violate its bound.
 
     Attributes:
         layer: the layer, metric, loss or model with the first difference.
@@ -125,10 +124,10 @@ class ClusterError(TfdistError):
 
     @classmethod
     def lost(cls, sentence: str) -> ClusterError:
-        """The error for the loss of processes that were there when the job began."""
+        """Returns the error for processes that were lost after the job had begun."""
         return cls(
             sentence,
-            "see that process' own output; start the job again with `--resume`, or a script of your own with "
+            "see the output of that process; start the job again with `--resume`, or your own script with "
             "`Checkpoint(..., resume=True)`",
         )
 
@@ -142,11 +141,11 @@ class DisagreementError(ClusterError):
     def among(
         cls, settings_by_rank: Mapping[int, Mapping[str, object]], named: Callable[[Collection[int]], str]
     ) -> DisagreementError | None:
-        """The error that shows, for each setting that differs, the values and the processes that have them.
+        """Returns the error that shows, for each setting that differs, the values and which processes have them.
 
         Args:
             settings_by_rank: the settings of each process.
-            named: how the message names some ranks.
+            named: returns the text for a collection of ranks.
 
         Returns:
             The error, or `None` if no setting differs.
@@ -166,19 +165,19 @@ class DisagreementError(ClusterError):
 
 
 def by_value(values: Mapping[int, object], named: Callable[[Collection[int]], str], template: str) -> str:
-    """The values of processes in one phrase, in which those with equal values are named together.
+    """Returns a phrase with the values of all processes, in which processes with equal values are grouped.
 
     Args:
         values: the value of each process, by rank.
-        named: how the phrase names some ranks.
-        template: says one value, with the fields `ranks`, `have` (or "has") and `value`.
+        named: returns the text for a collection of ranks.
+        template: the format string for one value, with the fields `ranks`, `have` ("have" or "has") and `value`.
     """
     groups: dict[object, list[int]] = {}
     for rank, value in values.items():
         groups.setdefault(value, []).append(rank)
-    shown = [
+    phrases = [
         template.format(ranks=named(ranks), have="has" if len(ranks) == 1 else "have", value=value)
         for value, ranks in list(groups.items())[:MOST_VALUES]
     ]
-    rest = len(groups) - MOST_VALUES
-    return ", ".join(shown) + (f", and there are {rest} more values" if rest > 0 else "")
+    omitted = len(groups) - MOST_VALUES
+    return ", ".join(phrases) + (f", and there are {omitted} more values" if omitted > 0 else "")

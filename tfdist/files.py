@@ -1,4 +1,4 @@
-"""Files that are written whole or not at all."""
+"""Atomic writes of files."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from pathlib import Path
 _unfinished: set[Path] = set()
 
 
-def write_whole(path: Path, write: Callable[[Path], None]) -> None:
-    """Lets `write` fill a file beside `path`, makes it durable, then renames it to `path`.
+def write_atomically(path: Path, write: Callable[[Path], None]) -> None:
+    """Writes a file atomically: `write` fills a temporary file in the same folder, which is synced and renamed.
 
-    A reader, and a process that starts after a crash at any moment, sees the old file or the new one.
+    A reader, also after a crash at any time, sees either the complete old file or the complete new file.
 
     Raises:
-        OSError: the file system refused (no space, no permission); `path` is as it was.
+        OSError: the file cannot be written, for example without space or permission; `path` is unchanged.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, name = tempfile.mkstemp(prefix=f".{path.name}.", suffix=path.suffix, dir=path.parent)
@@ -39,19 +39,19 @@ def write_whole(path: Path, write: Callable[[Path], None]) -> None:
 
 
 def remove_unfinished() -> None:
-    """Removes what other threads are writing; for a process that ends at once, since their writes then fail."""
+    """Removes the temporary files of other threads, before a process ends without waiting for them."""
     for temporary in list(_unfinished):
         with contextlib.suppress(OSError):
             temporary.unlink()
 
 
 def write_text(path: Path, text: str) -> None:
-    """Writes `text` to `path`, whole or not at all."""
-    write_whole(path, lambda temporary: _write(temporary, text))
+    """Writes `text` to `path` atomically."""
 
+    def write(temporary: Path) -> None:
+        temporary.write_text(text, encoding="utf-8")
 
-def _write(path: Path, text: str) -> None:
-    path.write_text(text, encoding="utf-8")
+    write_atomically(path, write)
 
 
 def _sync(path: Path) -> None:

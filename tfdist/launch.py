@@ -1,6 +1,6 @@
-"""`python -m tfdist.launch --workers 2 script.py ARGS`: starts a program in several processes that know each other.
+"""`python -m tfdist.launch --workers 2 script.py ARGS`: starts a program in several processes of one job.
 
-Nothing slow is imported here; the processes are started by `tfdist.launcher`.
+Nothing slow is imported here; `tfdist.launcher` starts the processes.
 """
 
 from __future__ import annotations
@@ -31,13 +31,12 @@ Examples:
     cls=terminal.Command,
     epilog=EXAMPLES,
     context_settings={
-        "help_option_names": ["-h", "--help"],
         "max_content_width": terminal.HELP_WIDTH,
-        # What comes after the program's name is the program's own.
+        # Arguments after the program's name belong to the program.
         "allow_interspersed_args": False,
     },
 )
-@_processes("--workers", type=int, default=2, show_default=True, metavar="N", help="number of processes that train")
+@_processes("--workers", type=int, default=2, show_default=True, metavar="N", help="number of training processes")
 @_processes(
     "--ps", type=int, default=0, show_default=True, metavar="N", help="number of parameter servers; adds a chief"
 )
@@ -53,10 +52,10 @@ Examples:
     metavar="S",
     help="deadline for all processes to start",
 )
-@_hosts("--hosts", default="", metavar="A:2,B:2", help="hosts and their slots, reached over ssh; ranks in this order")
-@_hosts("--hostfile", type=click.Path(path_type=Path), metavar="FILE", help="the same as lines `A slots=2`")
-@_hosts("--ssh-options", default="", metavar="TEXT", help="further options of ssh")
-@_hosts("--mpi", is_flag=True, help="start the processes by mpirun")
+@_hosts("--hosts", default="", metavar="A:2,B:2", help="hosts and their slots, reached over ssh, in rank order")
+@_hosts("--hostfile", type=click.Path(path_type=Path), metavar="FILE", help="hosts as lines `A slots=2`")
+@_hosts("--ssh-options", default="", metavar="TEXT", help="additional options of ssh")
+@_hosts("--mpi", is_flag=True, help="start the processes with mpirun")
 @_hosts("--expose", is_flag=True, help="do not isolate the job's network")
 @_hosts("--emit", metavar="slurm|kubernetes", help="print a batch script or manifests that run the same job")
 @_output(
@@ -93,26 +92,22 @@ def command(
     if emit:
         if elastic:
             raise UsageError(
-                f"`--elastic` is set beside `--emit {emit}`, and a job of this scheduler has fixed processes",
-                "use `--restarts`: after a failure or a preemption all processes start again from the last checkpoint",
+                f"`--elastic` and `--emit {emit}` are both set, but a job of this scheduler has a fixed size",
+                "use `--restarts`: after a failure or a preemption all processes restart from the last checkpoint",
             )
         return _emit(wanted, emit)
-    return _run_elastic(wanted, elastic_job, hostfile) if elastic else _run(wanted)
+    if elastic:
+        return _run_elastic(wanted, elastic_job, hostfile)
+    from tfdist.launcher import run
+
+    return run.run(wanted)
 
 
 def _words(text: str) -> tuple[str, ...]:
     try:
         return tuple(shlex.split(text))
     except ValueError as error:
-        raise UsageError(
-            f"`--ssh-options` is `{text}`: {str(error).lower()}", "write it as a shell takes it"
-        ) from error
-
-
-def _run(wanted: job.Job) -> int:
-    from tfdist.launcher import run
-
-    return run.run(wanted)
+        raise UsageError(f"`--ssh-options` is `{text}`: {str(error).lower()}", "quote it as for a shell") from error
 
 
 def _run_elastic(wanted: job.Job, elastic_job: ElasticOptions, hostfile: Path | None) -> int:
@@ -120,7 +115,7 @@ def _run_elastic(wanted: job.Job, elastic_job: ElasticOptions, hostfile: Path | 
 
     if wanted.ps or wanted.mpi:
         option = "--ps" if wanted.ps else "--mpi"
-        raise UsageError(f"`{option}` is set beside `--elastic`", "leave out the one or the other")
+        raise UsageError(f"`{option}` and `--elastic` are both set", "leave one of them out")
     return elastic.run(wanted, elastic_job.members(hostfile, wanted.hosts, wanted.workers))
 
 
@@ -130,15 +125,10 @@ def _emit(wanted: job.Job, kind: str) -> int:
     printers = {"slurm": emit.slurm, "kubernetes": emit.kubernetes}
     if kind not in printers:
         raise UsageError(f"`--emit` is `{kind}`", "use `slurm` or `kubernetes`")
-    with terminal.any_stdout(needed=True):
+    with terminal.guarded_stdout(needed=True):
         click.echo(printers[kind](wanted), nl=False)
     return 0
 
 
-def main() -> None:
-    """The command."""
-    command(prog_name="python -m tfdist.launch")
-
-
 if __name__ == "__main__":
-    main()
+    command(prog_name="python -m tfdist.launch")

@@ -1,4 +1,4 @@
-"""`python -m tfdist.memory`, or `tfdist memory`: the memory that a training needs, before anything is allocated."""
+"""`python -m tfdist.memory`, or `tfdist memory`: estimates the memory for training without allocating it."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from tfdist.errors import UsageError
 if TYPE_CHECKING:
     from tfdist.loop.peak_memory import Estimate
 
-# Strategies each of whose replicas has a whole model, on a device of its own.
+# Strategies with a complete copy of the model per device.
 WHOLE_COPIES = ("single", "mirrored", "custom", "multiworker", "horovod", "mpi_split")
 
 
-@click.command(cls=terminal.Command, context_settings={"help_option_names": ["-h", "--help"]})
+@click.command(cls=terminal.Command)
 @for_model.options
-@click.option("--batch-size", type=click.IntRange(min=1), default=32, show_default=True, help="per global batch")
+@click.option("--batch-size", type=click.IntRange(min=1), default=32, show_default=True, help="size of a global batch")
 @click.option("--strategy", default="single", show_default=True, metavar="NAME", help=", ".join(WHOLE_COPIES))
-@click.option("--replicas", type=click.IntRange(min=1), default=1, show_default=True, help="parts of a global batch")
-@click.option("--recompute", metavar="blocks|LAYERS", help="as the option of strategies")
-@click.option("--optimizer", metavar="NAME", help="by default the one usual for the model")
+@click.option("--replicas", type=click.IntRange(min=1), default=1, show_default=True, help="number of replicas")
+@click.option("--recompute", metavar="blocks|LAYERS", help="as for the option of strategies")
+@click.option("--optimizer", metavar="NAME", help="by default the model's usual optimizer")
 def command(
     strategy: str, replicas: int, data_option: tuple[str, ...], model_option: tuple[str, ...], **options: Any
 ) -> None:
@@ -33,15 +33,16 @@ def command(
     registry.require_known(strategy, "strategy", strategies.names())
     if strategy not in WHOLE_COPIES:
         raise UsageError(
-            f"The memory of `{strategy}` is not estimated: its devices have more, or less, than a model",
+            f"The memory of `{strategy}` cannot be estimated: its devices do not have one copy of the model each",
             "use `tfdist pipeline --balance memory` for stages, or `--strategy single` for the model on one device",
         )
     if options["batch_size"] < replicas:
         raise UsageError(
-            f"`--batch-size` is {options['batch_size']}, and `--replicas` is {replicas}", "use at most one per example"
+            f"`--batch-size` is {options['batch_size']}, and `--replicas` is {replicas}",
+            "use at most one replica per example",
         )
     show(
-        of(
+        estimate(
             options.pop("model"),
             options.pop("dataset"),
             -(-options.pop("batch_size") // replicas),
@@ -52,7 +53,7 @@ def command(
     )
 
 
-def of(
+def estimate(
     model: str,
     dataset: str,
     batch_size: int,
@@ -63,7 +64,7 @@ def of(
     data_options: dict[str, Any] | None = None,
     model_options: dict[str, Any] | None = None,
 ) -> Estimate:
-    """The memory of a replica that trains on `batch_size` examples per step."""
+    """Estimates the memory of a replica that trains on `batch_size` examples per step."""
     import tfdist
     from tfdist import tasks
     from tfdist.internals import keras_variables
@@ -92,7 +93,7 @@ def show(estimate: Estimate) -> None:
     table.add_column("MiB", justify="right")
     for name in ("weights", "gradients", "slots", "activations", "allocator", "total"):
         table.add_row(name, f"{getattr(estimate, name) / 2**20:,.1f}")
-    with terminal.any_stdout(needed=True):
+    with terminal.guarded_stdout(needed=True):
         Console(soft_wrap=True).print(table)
 
 

@@ -1,4 +1,4 @@
-"""The types of the options of commands, models, datasets and strategies; functions use them as annotations.
+"""Annotation types for the options of models, datasets and strategies, and checks of values against annotations.
 
 Synopsis:
 
@@ -30,42 +30,43 @@ Fraction = Annotated[float, Field(ge=0, lt=1)]
 Factor = Annotated[float, Field(gt=0)]
 
 
-def _of_square(size: Any) -> Any:
-    is_one_number = isinstance(size, int) or (isinstance(size, str) and size.isdecimal())
-    return (size, size) if is_one_number else size
+def _pair(size: Any) -> Any:
+    is_number = isinstance(size, int) or (isinstance(size, str) and size.isdecimal())
+    return (size, size) if is_number else size
 
 
-# Eleven days; libraries count milliseconds in 32 bits, and no timeout needs to be longer.
+# Eleven days: libraries count milliseconds in 32 bits, and no timeout needs to be longer.
 LONGEST_SECONDS = 1_000_000
 Seconds = Annotated[float, Field(gt=0, le=LONGEST_SECONDS)]
 # Height and width in pixels; one number stands for both.
-Size = Annotated[Sequence[Count], Field(min_length=2, max_length=2), BeforeValidator(_of_square)]
+Size = Annotated[Sequence[Count], Field(min_length=2, max_length=2), BeforeValidator(_pair)]
 
 
 def checked_seconds(option: str, value: float | str) -> float:
-    """A duration as a number of seconds, checked to be above 0 and at most `LONGEST_SECONDS`.
+    """Returns a duration in seconds, after a check that it is above 0 and at most `LONGEST_SECONDS`.
 
     Args:
-        option: its name in messages.
-        value: as the user wrote it.
+        option: the name of the option in messages.
+        value: the value as the user wrote it.
 
     Raises:
-        UsageError: it is no number, not above 0, infinite, or longer than `LONGEST_SECONDS`.
+        UsageError: the value is not a number, not above 0, infinite, or longer than `LONGEST_SECONDS`.
     """
     try:
-        found = float(value)
+        seconds = float(value)
     except ValueError:
-        found = math.nan
-    if not 0 < found <= LONGEST_SECONDS:
+        seconds = math.nan
+    if not 0 < seconds <= LONGEST_SECONDS:
         shown = value if isinstance(value, str) else f"{value:g}"
         raise UsageError(f"`{option}` is {shown}", f"use a number of seconds above 0, at most {LONGEST_SECONDS}")
-    return found
+    return seconds
 
 
 def checked(function: Callable[..., Any], options: Mapping[str, Any], *, kind: str, name: str) -> dict[str, Any]:
-    """The options, converted to the types of `function`'s annotations: a number written as text becomes a number.
+    """Returns the options, converted to the types of `function`'s annotations, such as text to numbers.
 
-    An option without an annotation, or with one that pydantic cannot check, such as a dataclass, stays as it is.
+    An option without an annotation, or with an annotation that pydantic cannot check, such as a dataclass, is returned
+    unchanged.
 
     Args:
         function: the function or class that takes the options.
@@ -74,23 +75,25 @@ def checked(function: Callable[..., Any], options: Mapping[str, Any], *, kind: s
         name: its name in messages.
 
     Raises:
-        UsageError: a value that its annotation does not allow.
+        UsageError: an annotation does not allow a value.
     """
-    known = _annotations(function)
+    annotations = _annotations(function)
     return {
-        option: check_value(known[option], value, option, f"The {kind} `{name}`") if option in known else value
+        option: check_value(annotations[option], value, option, f"The {kind} `{name}`")
+        if option in annotations
+        else value
         for option, value in options.items()
     }
 
 
 def require_owned(given: Iterable[str], owners: Mapping[str, Collection[str]], chosen: str, selector: str) -> None:
-    """Raises `UsageError` for an option that belongs to another choice.
+    """Raises `UsageError` for an option that belongs to a choice other than `chosen`.
 
     Args:
-        given: the options that are set, as messages name them.
+        given: the options that are set, by their names in messages.
         owners: the options of each choice.
         chosen: the choice that was made.
-        selector: the option that makes the choice, as messages name it.
+        selector: the name in messages of the option that makes the choice.
     """
     for option in given:
         if option not in owners.get(chosen, ()):
@@ -101,23 +104,26 @@ def require_owned(given: Iterable[str], owners: Mapping[str, Collection[str]], c
 
 
 def _annotations(function: Callable[..., Any]) -> dict[str, Any]:
-    """Those of a function; for a class, of its `__init__` and of those of its bases, to which it may pass options."""
-    if not inspect.isclass(function):
-        return _hints(function)
-    initializers = [vars(one)["__init__"] for one in inspect.getmro(function)[:-1] if "__init__" in vars(one)]
-    return {name: hint for one in reversed(initializers) for name, hint in _hints(one).items()}
+    """The annotations of a function; for a class, those of its `__init__` and of the `__init__` of its bases."""
+    functions = initializers(function) if inspect.isclass(function) else [function]
+    return {name: hint for each in reversed(functions) for name, hint in _hints(each).items()}
+
+
+def initializers(kind: type) -> list[Callable[..., Any]]:
+    """The `__init__` functions of a class and of its bases, to which it may pass options; the class comes first."""
+    return [vars(base)["__init__"] for base in inspect.getmro(kind)[:-1] if "__init__" in vars(base)]
 
 
 def _hints(function: Callable[..., Any]) -> dict[str, Any]:
     try:
         return get_type_hints(function, include_extras=True)
-    except Exception:  # a user's annotations may be anything, or name what is not imported
+    except Exception:  # a user's annotations may be arbitrary objects, or use names that are not imported
         return {}
 
 
 def check_value(annotation: Any, value: Any, option: str, owner: str) -> Any:
-    """`value` converted to the type `annotation`; raises `UsageError` where it does not allow the value."""
-    config = ConfigDict(arbitrary_types_allowed=True, coerce_numbers_to_str=True)  # a folder may be called 2024
+    """Returns `value` converted to the type `annotation`; raises `UsageError` if the type does not allow it."""
+    config = ConfigDict(arbitrary_types_allowed=True, coerce_numbers_to_str=True)  # a folder may have the name 2024
     try:
         return TypeAdapter(annotation, config=config).validate_python(value)
     except PydanticUserError:

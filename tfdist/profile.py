@@ -1,4 +1,4 @@
-"""`tfdist profile RUN`: what the traced steps of a run are spent on, by layer and by kind, and what to try first.
+"""`tfdist profile RUN`: shows the time of a run's traced steps by layer and by operation type, and what to try first.
 
 tfdist train --model cnn --dataset digits --strategy custom --profile 10:20 --run-dir run
 tfdist profile run
@@ -15,24 +15,24 @@ from tfdist import terminal
 from tfdist.errors import UsageError
 from tfdist.profiling import bounds, breakdown, layers, stages, trace
 
-LEAST_SHARE = 0.0005  # 0.1 % when it is rounded
+LEAST_SHARE = 0.0005  # rounds to 0.1 %
 
 
-@click.command("profile", cls=terminal.Command, context_settings={"help_option_names": ["-h", "--help"]})
+@click.command("profile", cls=terminal.Command)
 @click.argument("run", metavar="RUN", type=click.Path(path_type=Path))
 @terminal.options_of("Profile")("--top", type=int, default=10, show_default=True, help="rows of each table")
 def command(run: Path, top: int) -> None:
-    """Show what the traced steps of the run folder RUN are spent on, what bounds them, and what to try first."""
+    """Show the time of the traced steps in the run folder RUN by cause, their bottleneck, and what to try first."""
     if top < 1:
         raise UsageError(f"`--top` is {top}", "show at least one row")
     summary = trace.summarize(run, top=None)
     if not summary.steps:
         raise UsageError(
-            f"The trace in `{run}` has no step markers, so that it tells of no steps",
-            "trace steps of a training with `--profile 10:20` or the `Profile` callback",
+            f"The trace in `{run}` has no step markers",
+            "trace training steps with `--profile 10:20` or the `Profile` callback",
         )
-    with terminal.any_stdout(needed=True):
-        click.echo(f"{terminal.counted(summary.steps, 'traced step')}; shares are of the time of all operations")
+    with terminal.guarded_stdout(needed=True):
+        click.echo(f"{terminal.counted(summary.steps, 'traced step')}; shares of the time of all operations")
         click.echo(_table("layer", layers.by_layer(summary.ops), top))
         click.echo(_table("kind", layers.by_kind(summary.ops), top))
         click.echo(_table("operation", {f"{op.name}  ({op.type})": op.share for op in summary.ops}, top))
@@ -43,17 +43,12 @@ def command(run: Path, top: int) -> None:
 
 
 def _table(heading: str, shares: Mapping[str, float], top: int) -> str:
-    """A line for each of the largest shares; names are whole, so that no two of them look alike."""
+    """A table of the largest shares. Names are not shortened, so that they remain distinct."""
     rows = [(f"{share:.1%}", name) for name, share in list(shares.items())[:top]]
-    left = sum(list(shares.values())[top:])
-    rows += [(f"{left:.1%}", "all others")] if left >= LEAST_SHARE else []
+    remaining = sum(list(shares.values())[top:])
+    rows += [(f"{remaining:.1%}", "all others")] if remaining >= LEAST_SHARE else []
     return "\n".join(["", f"share   {heading}", *(f"{share:>6}  {name}" for share, name in rows)])
 
 
-def main() -> None:
-    """The command."""
-    command(prog_name="python -m tfdist.profile")
-
-
 if __name__ == "__main__":
-    main()
+    command(prog_name="python -m tfdist.profile")

@@ -1,7 +1,7 @@
-"""Finds functions by name: a file in a folder of tfdist, or the user's own as `module:function`.
+"""Finds functions by name: a module in a folder of tfdist, or the user's own function as `module:function`.
 
-The file is the registration: a module's name is the name that users type, and it is read from the folder
-without importing anything, so that `--help` and misspelt names answer at once.
+A file in the folder is registered under its module name. Names are read from the folder without importing anything, so
+that `--help` and the error for a misspelt name are fast.
 
 Synopsis:
 
@@ -25,35 +25,35 @@ from pathlib import Path
 from typing import Any
 
 from tfdist.errors import UnknownNameError, UsageError
-from tfdist.options import checked
+from tfdist.options import checked, initializers
 
-# How a command passes options to a function of each kind.
+# The command-line option that passes options to a function of each kind.
 OPTIONS_OF = {"dataset": "data-option", "model": "model-option", "strategy": "strategy-option"}
-# The first argument of a function of each kind: its name, and what it is.
+# The first argument of a function of each kind: its name and its meaning.
 FIRST_ARGUMENT_OF = {
-    "dataset": ("data_dir", "the folder that `--data-dir` names, or `None`"),
+    "dataset": ("data_dir", "the folder from `--data-dir`, or `None`"),
     "model": ("spec", "the facts about the dataset, such as `spec.input_shape` and `spec.classes`"),
 }
 
 
 def names(package: str) -> list[str]:
-    """The modules of `package` that do not start with an underscore, sorted; imports none of them."""
+    """The names of the modules in `package` that do not start with an underscore, sorted; imports none of them."""
     path = importlib.import_module(package).__path__
     return sorted(module.name for module in pkgutil.iter_modules(path) if not module.name.startswith("_"))
 
 
 def find(name: str, kind: str, package: str, attribute: str) -> Callable[..., Any]:
-    """The function that `name` stands for.
+    """Returns the function with the name `name`.
 
     Args:
-        name: a module of `package`, or the user's own as `module:function`.
+        name: a module of `package`, or the user's own function as `module:function`.
         kind: the kind of function, for messages: "model", "dataset".
         package: the dotted name of tfdist's folder for this kind.
         attribute: the function's name in a module of `package`.
 
     Raises:
         UnknownNameError: `package` has no such module.
-        UsageError: `module:function` does not name something that can be called.
+        UsageError: `module:function` is not a callable.
     """
     if ":" in name:
         return resolve(name, kind)
@@ -62,31 +62,31 @@ def find(name: str, kind: str, package: str, attribute: str) -> Callable[..., An
 
 
 def require_known(name: str, kind: str, known: Sequence[str]) -> None:
-    """Raises `UnknownNameError` for a name not in `known`; its hint corrects one that looks like the user's module."""
+    """Raises `UnknownNameError` for a name not in `known`, with a correction if the name looks like a user's module."""
     if name in known:
         return
     module, _, attribute = name.removesuffix(".py").rpartition(".")
     hint = None
     if name.endswith(".py") or os.path.exists(f"{name}.py"):
-        hint = f"write your own as `{_dotted(name)}:NAME`, with the name that it has in the file"
+        hint = f"write your own {kind} as `{_dotted(name)}:NAME`, with its name in the file"
     elif module and all(part.isidentifier() for part in name.split(".")):
-        hint = f"write your own as `{module}:{attribute}`"
+        hint = f"write your own {kind} as `{module}:{attribute}`"
     raise UnknownNameError(kind, name, known, hint)
 
 
 def _dotted(path: str) -> str:
-    """The name by which a file below the working directory is imported."""
+    """The module name of a file below the working directory."""
     return os.path.relpath(path).removesuffix(".py").replace(os.sep, ".")
 
 
 def resolve(reference: str, kind: str) -> Callable[..., Any]:
-    """The user's own function, from `module:function`; `kind` names what it makes, for messages.
+    """Returns the user's own function for `module:function`; `kind` names the function's result in messages.
 
-    The working directory is importable, as with `python -m`. An error that the user's module raises is
-    passed on unchanged, including an `ImportError` for a module that it imports.
+    The working directory is importable, as with `python -m`. Errors in the user's module are not caught, including an
+    `ImportError` for a module that it imports.
 
     Raises:
-        UsageError: the reference is malformed, or the module or the function is missing or cannot be called.
+        UsageError: the reference is malformed, or the module or the function is missing or not callable.
     """
     module_name, _, attribute = reference.partition(":")
     if module_name.endswith(".py") and attribute.isidentifier():
@@ -101,33 +101,33 @@ def resolve(reference: str, kind: str) -> Callable[..., Any]:
     function = getattr(_import(module_name, reference, kind), attribute, None)
     if function is None:
         raise UsageError(
-            f"The module `{module_name}` has no `{attribute}`, which the {kind} `{reference}` names",
+            f"The module `{module_name}` has no `{attribute}`, which the {kind} `{reference}` refers to",
             f"define `{attribute}` in `{module_name}`, or correct the name after the colon",
         )
     if not callable(function):
         raise UsageError(
-            f"The {kind} `{reference}` cannot be called: it is of type `{type(function).__name__}`",
+            f"The {kind} `{reference}` is not callable: its type is `{type(function).__name__}`",
             f"make it a function that returns the {kind}",
         )
     return function
 
 
 def source_file(module_name: str) -> Path | None:
-    """The source file of a module, `None` if there is none; imports its parent packages, but not the module."""
+    """The source file of a module, or `None`; imports its parent packages, but not the module itself."""
     _make_importable(os.getcwd())
     try:
-        found = importlib.util.find_spec(module_name)
+        spec = importlib.util.find_spec(module_name)
     except (ImportError, ValueError):
         return None
-    return Path(found.origin) if found is not None and found.origin and found.origin.endswith(".py") else None
+    return Path(spec.origin) if spec is not None and spec.origin and spec.origin.endswith(".py") else None
 
 
 def call(function: Callable[..., Any], *arguments: Any, kind: str, name: str, options: Mapping[str, Any]) -> Any:
-    """Calls `function(*arguments, **options)`, after a check that it takes these options.
+    """Calls `function(*arguments, **options)` after a check of the options.
 
     Raises:
-        UsageError: the function does not take an option (the message lists those that it takes), an option that it
-            needs is missing, or its annotations do not allow a value.
+        UsageError: the function does not take an option (the message lists the options that it takes), a required
+            option is missing, or an annotation does not allow a value.
     """
     parameters = list(inspect.signature(function).parameters.values())
     if arguments:
@@ -151,23 +151,24 @@ def call(function: Callable[..., Any], *arguments: Any, kind: str, name: str, op
     try:
         return function(*arguments, **checked(function, options, kind=kind, name=name))
     except TypeError as error:
-        refused = [one for one in unknown if f"unexpected keyword argument '{one}'" in str(error)]
-        if not refused:
+        rejected = [option for option in unknown if f"unexpected keyword argument '{option}'" in str(error)]
+        if not rejected:
             raise
-        # The class has passed it on to its base class.
-        raise unknown_option(kind, name, refused[0], _named_in_bases(function)) from error
+        # The class passed the option to its base class, which rejected it.
+        raise unknown_option(kind, name, rejected[0], _named_in_bases(function)) from error
 
 
 def _named_in_bases(function: Any) -> list[str]:
-    """The named parameters of a class and of its bases."""
-    initializers = [vars(one)["__init__"] for one in inspect.getmro(function)[:-1] if "__init__" in vars(one)]
-    parameters = [one for each in initializers for one in inspect.signature(each).parameters.values()]
-    return list(dict.fromkeys(one.name for one in parameters if one.kind is one.KEYWORD_ONLY))
+    """The keyword-only parameters of a class and of its bases."""
+    parameters = [
+        parameter for each in initializers(function) for parameter in inspect.signature(each).parameters.values()
+    ]
+    return list(dict.fromkeys(each.name for each in parameters if each.kind is each.KEYWORD_ONLY))
 
 
 def unknown_option(kind: str, name: str, option: str, known: Sequence[str]) -> UsageError:
-    """The error for an option that the function `name` does not take, with those that it does."""
-    takes = ", ".join(f"`{one}`" for one in known) or "no options"
+    """Returns the error for an option that the function `name` does not take; it lists the known options."""
+    takes = ", ".join(f"`{known_option}`" for known_option in known) or "no options"
     return UsageError(
         f"The {kind} `{name}` does not know the option `{option}`: it takes {takes}",
         "use one of these, or leave it out" if known else f"leave `{option}` out",
@@ -175,34 +176,35 @@ def unknown_option(kind: str, name: str, option: str, known: Sequence[str]) -> U
 
 
 def _require_first(parameters: Sequence[inspect.Parameter], kind: str, name: str) -> None:
-    """Refuses a function that does not take the first argument of its kind."""
-    wanted, meaning = FIRST_ARGUMENT_OF[kind]
+    """Raises `UsageError` for a function that does not take the first argument of its kind."""
+    expected, meaning = FIRST_ARGUMENT_OF[kind]
     by_position = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     first = parameters[0] if parameters else None
     if first is not None and first.kind is first.VAR_POSITIONAL:
         return
-    if first is None or first.kind not in by_position or _is_option(first, wanted):
+    if first is None or first.kind not in by_position or _is_option(first, expected):
         function = name.rpartition(":")[2]
         raise UsageError(
-            f"The {kind} `{name}` does not take `{wanted}` as its first argument",
-            f"write `def {function}({wanted}, ...)`; `{wanted}` is {meaning}",
+            f"The {kind} `{name}` does not take `{expected}` as its first argument",
+            f"write `def {function}({expected}, ...)`; `{expected}` is {meaning}",
         )
 
 
-def _is_option(parameter: inspect.Parameter, wanted: str) -> bool:
+def _is_option(parameter: inspect.Parameter, expected: str) -> bool:
+    """Whether a function's first parameter is an option, since it has a default and another name than `expected`."""
     has_value = parameter.default is not parameter.empty and parameter.default is not None
-    return has_value and parameter.name != wanted
+    return has_value and parameter.name != expected
 
 
 def parse_options(settings: Sequence[str], option: str) -> dict[str, Any]:
-    """`NAME=VALUE` settings as a function's options; a value is a Python literal, such as a number, else a string.
+    """Parses `NAME=VALUE` settings; a value is a Python literal, such as a number, or else a string.
 
     Args:
         settings: the user's settings, one per use of the option.
-        option: its name, for messages.
+        option: the name of the option, for messages.
 
     Raises:
-        UsageError: a setting is not of that form, or a name is set twice.
+        UsageError: a setting does not have this form, or a name is set twice.
     """
     options: dict[str, Any] = {}
     for setting in settings:
@@ -231,7 +233,7 @@ def _value(text: str) -> Any:
 def _make_importable(directory: str) -> None:
     if directory not in sys.path and "" not in sys.path:
         sys.path.insert(0, directory)
-    # Files that were written after the interpreter last listed their folder are then found too.
+    # Also finds files that were written after the interpreter last listed their folder.
     importlib.invalidate_caches()
 
 
@@ -241,11 +243,10 @@ def _import(module_name: str, reference: str, kind: str) -> Any:
     try:
         return importlib.import_module(module_name)
     except ModuleNotFoundError as error:
-        # Only the user's module itself, or a package on the way to it, is "missing"; what it imports is not.
+        # Only the user's module itself or one of its parent packages counts as missing, not a module that it imports.
         if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
             raise
         raise UsageError(
-            f"No module `{error.name}` for the {kind} `{reference}`, looked for in `{directory}` and the "
-            "installed packages",
-            "start in the folder that holds the module, or install it",
+            f"No module `{error.name}` for the {kind} `{reference}` in `{directory}` or the installed packages",
+            "start in the folder that contains the module, or install it",
         ) from error

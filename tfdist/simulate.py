@@ -1,4 +1,4 @@
-"""`tfdist simulate`: trains on more workers than there are, with real models, gradients and data, in simulated time."""
+"""`tfdist simulate`: trains on simulated workers, with real models, gradients and data, in simulated time."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tfdist.simulator.matrix import ALGORITHMS
 if TYPE_CHECKING:
     from tfdist.simulator.study import EpochResult
 
-# The options of each algorithm, as they are typed.
+# The command-line options of each algorithm.
 OPTIONS = {
     **dict.fromkeys(
         ("average", "slowmo", "diloco", "easgd", "downpour", "aeasgd", "eamsgd"),
@@ -32,25 +32,27 @@ OPTIONS = {
 }
 
 
-@click.command("simulate", cls=terminal.Command, context_settings={"help_option_names": ["-h", "--help"]})
+@click.command("simulate", cls=terminal.Command)
 @for_model.options
 @click.option("--algorithm", required=True, metavar="NAME", help=", ".join(ALGORITHMS))
-@click.option("--workers", type=click.IntRange(min=1), default=4, show_default=True, help="that are simulated")
-@click.option("--batch-size", type=click.IntRange(min=1), default=128, show_default=True, help="per global batch")
+@click.option("--workers", type=click.IntRange(min=1), default=4, show_default=True, help="number of workers")
+@click.option("--batch-size", type=click.IntRange(min=1), default=128, show_default=True, help="size of a global batch")
 @click.option("--epochs", type=click.IntRange(min=1), default=2, show_default=True)
-@click.option("--optimizer", metavar="NAME", help="by default the one usual for the model")
-@click.option("--learning-rate", type=float, help="by default the one usual for the model")
-@click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="of everything that is drawn")
-@click.option("--speeds", metavar="1,1,0.25", help="of the workers, in turn; 1 if not said")
+@click.option("--optimizer", metavar="NAME", help="by default the model's usual optimizer")
+@click.option("--learning-rate", type=float, help="by default the usual value for the model")
+@click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="seed of all random numbers")
+@click.option("--speeds", metavar="1,1,0.25", help="relative speeds of the workers, repeated in turn; default: 1")
 @click.option("--step-seconds", type=click.FloatRange(min=0, min_open=True), default=0.01, show_default=True)
-@click.option("--bandwidth", default="10Gbit", show_default=True, metavar="RATE", help="between any two workers")
-@click.option("--latency", default="50us", show_default=True, metavar="TIME", help="of a message")
+@click.option("--bandwidth", default="10Gbit", show_default=True, metavar="RATE", help="bandwidth between two workers")
+@click.option("--latency", default="50us", show_default=True, metavar="TIME", help="latency of a message")
 @click.option(
     "--sync-every", type=click.IntRange(min=1), metavar="N", help="average to eamsgd: steps between exchanges"
 )
-@click.option("--slack", type=click.IntRange(min=0), metavar="N", help="ssp: steps ahead of the slowest; 3 if not said")
-@click.option("--topology", metavar="NAME", help="dpsgd, adpsgd: ring, grid, exponential, full; ring if not said")
-@click.option("--probability", type=click.FloatRange(0, 1), help="gosgd: of a message after a step; 0.01 if not said")
+@click.option("--slack", type=click.IntRange(min=0), metavar="N", help="ssp: steps ahead of the slowest; default: 3")
+@click.option("--topology", metavar="NAME", help="dpsgd, adpsgd: ring, grid, exponential, full; default: ring")
+@click.option(
+    "--probability", type=click.FloatRange(0, 1), help="gosgd: probability of a message after a step; default: 0.01"
+)
 @click.option("--out", type=click.Path(path_type=Path), metavar="FILE", help="write the results as JSON")
 def command(
     algorithm: str,
@@ -65,20 +67,25 @@ def command(
     out: Path | None,
     **options: Any,
 ) -> None:
-    """Train on simulated workers: accuracy, time, staleness, disagreement and bytes by epoch."""
+    """Train on simulated workers, and show accuracy, time, staleness, disagreement and bytes per epoch."""
     registry.require_known(algorithm, "algorithm", ALGORITHMS)
-    own = {name: options.pop(name) for name in ("sync_every", "slack", "topology", "probability")}
-    given = {name: value for name, value in own.items() if value is not None}
-    require_owned([f"--{name.replace('_', '-')}" for name in given], OPTIONS, algorithm, "--algorithm")
-    link, each = link_of(bandwidth, latency, "--bandwidth"), _speeds(speeds, workers)
+    rule_options = {
+        name: value
+        for name in ("sync_every", "slack", "topology", "probability")
+        if (value := options.pop(name)) is not None
+    }
+    require_owned([f"--{name.replace('_', '-')}" for name in rule_options], OPTIONS, algorithm, "--algorithm")
+    link, worker_speeds = link_of(bandwidth, latency, "--bandwidth"), _speeds(speeds, workers)
     assert link is not None  # both have defaults
     if batch_size < workers:
         raise UsageError(
-            f"`--batch-size` is {batch_size}, and `--workers` is {workers}", "give each worker at least an example"
+            f"`--batch-size` is {batch_size}, and `--workers` is {workers}", "use at least one example per worker"
         )
     from tfdist.simulator import batch, study
 
-    settings = study.Settings(algorithm, each, options.pop("step_seconds"), link, options["seed"], **given)
+    settings = study.Settings(
+        algorithm, worker_speeds, options.pop("step_seconds"), link, options["seed"], **rule_options
+    )
     data_options = registry.parse_options(data_option, "--data-option")
     model_options = registry.parse_options(model_option, "--model-option")
     steps, test = batch.replicas(
@@ -91,38 +98,36 @@ def command(
         model_options=model_options,
         **options,
     )
-    found = study.epochs(steps, settings, epochs, test)
     results = []
-    with terminal.any_stdout(needed=True):
+    with terminal.guarded_stdout(needed=True):
         click.echo("epoch   seconds      loss  test accuracy  disagreement  staleness  sent MiB")
-        for one in found:
-            results.append(dataclasses.asdict(one))
-            click.echo(_row(one))
+        for result in study.epochs(steps, settings, epochs, test):
+            results.append(dataclasses.asdict(result))
+            click.echo(_row(result))
     if out is not None:
         content = {"settings": dataclasses.asdict(settings), "workers": workers, "epochs": results}
         files.write_text(out, json.dumps(content, indent=2) + "\n")
 
 
-def _row(one: EpochResult) -> str:
-    accuracy = one.metrics.get("accuracy")
-    shown = "" if accuracy is None else f"{accuracy:.4f}"
-    staleness = "" if one.staleness is None else f"{one.staleness:.2f}"
-    sent = one.sent_bytes / 2**20
-    first = f"{one.epoch:>5}{one.seconds:>10.2f}{one.loss:>10.4f}{shown:>15}"
-    return first + f"{one.disagreement:>14.4g}{staleness:>11}{sent:>10,.1f}"
+def _row(result: EpochResult) -> str:
+    accuracy = "" if (value := result.metrics.get("accuracy")) is None else f"{value:.4f}"
+    staleness = "" if result.staleness is None else f"{result.staleness:.2f}"
+    first = f"{result.epoch:>5}{result.seconds:>10.2f}{result.loss:>10.4f}{accuracy:>15}"
+    return first + f"{result.disagreement:>14.4g}{staleness:>11}{result.sent_bytes / 2**20:>10,.1f}"
 
 
 def _speeds(text: str | None, workers: int) -> tuple[float, ...]:
+    """The speed of each worker."""
     try:
-        given = [float(one) for one in text.split(",")] if text is not None else [1.0]
+        speeds = [float(speed) for speed in text.split(",")] if text is not None else [1.0]
     except ValueError:
-        given = []
-    if not given or not all(0 < one < float("inf") for one in given) or len(given) > workers:
+        speeds = []
+    if not speeds or not all(0 < speed < float("inf") for speed in speeds) or len(speeds) > workers:
         raise UsageError(
             f"`--speeds` is `{text}`, and there are {workers} workers",
-            "give numbers above 0, at most one for each worker; they are used in turn",
+            "use numbers above 0, at most one per worker; they are repeated in turn",
         )
-    return tuple(given[rank % len(given)] for rank in range(workers))
+    return tuple(speeds[rank % len(speeds)] for rank in range(workers))
 
 
 if __name__ == "__main__":

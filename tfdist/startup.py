@@ -16,9 +16,9 @@ from typing import Any
 
 from tfdist.errors import UsageError
 
-# Packages that few programs use, and that took a third of the time of importing Keras and TensorFlow. Those of Keras
-# 3.15 import scikit-learn, SciPy's statistics and Matplotlib; `keras.src` is private. Those of TensorFlow 2.21 are the
-# API of TensorFlow 1 and its copies, hundreds of modules of names.
+# Packages that few programs use, but that take a third of the time of importing Keras and TensorFlow. The packages of
+# Keras 3.15 import scikit-learn, SciPy's statistics and Matplotlib; `keras.src` is private. The packages of TensorFlow
+# 2.21 are the API of TensorFlow 1 and copies of it, with hundreds of modules.
 SELDOM_USED = {
     "keras.visualization",
     "keras._tf_keras.keras.visualization",
@@ -32,16 +32,16 @@ SELDOM_USED = {
 
 
 def require_tensorflow_backend() -> None:
-    """Imports Keras and checks that it runs on TensorFlow; a wrong `KERAS_BACKEND` is refused before the import.
+    """Imports Keras and checks that its backend is TensorFlow; `KERAS_BACKEND` is checked before the import.
 
     Raises:
-        UsageError: `KERAS_BACKEND` names another backend, or Keras was imported with another one.
+        UsageError: `KERAS_BACKEND` is another backend, or Keras was imported with another backend.
     """
     hint = "unset `KERAS_BACKEND` or set it to `tensorflow` before Keras is imported"
     if "keras" not in sys.modules:
         backend = os.environ.get("KERAS_BACKEND", "tensorflow")
         if backend != "tensorflow":
-            raise UsageError(f"`KERAS_BACKEND` is `{backend}`, and tfdist trains with TensorFlow", hint)
+            raise UsageError(f"`KERAS_BACKEND` is `{backend}`, but tfdist trains with TensorFlow", hint)
         _import_keras()
     import keras
 
@@ -50,9 +50,9 @@ def require_tensorflow_backend() -> None:
 
 
 def prepare_imports() -> None:
-    """Makes TensorFlow use oneDNN, and delays the import of the packages `SELDOM_USED` until they are used.
+    """Makes TensorFlow use oneDNN, and delays the import of the packages in `SELDOM_USED` until they are used.
 
-    For programs that import TensorFlow and Keras themselves; has no effect on modules that are imported already.
+    For programs that import TensorFlow and Keras themselves. Has no effect on modules that are already imported.
     """
     _prefer_onednn()
     if not any(isinstance(finder, _LazyFinder) for finder in sys.meta_path):
@@ -60,10 +60,10 @@ def prepare_imports() -> None:
 
 
 def _prefer_onednn() -> None:
-    """Makes TensorFlow use oneDNN's kernels on every x86 CPU, unless it is imported or the user has set this option.
+    """Makes TensorFlow use oneDNN's kernels on every x86 CPU, unless TensorFlow is imported or the user set the option.
 
-    By default it uses them only on CPUs with instructions for neural networks. On other CPUs, steps of convolutions,
-    attention or wide layers are also up to twice as fast with them (benchmarks/README.md); results agree to rounding.
+    By default, TensorFlow uses them only on CPUs with instructions for neural networks. On other CPUs they also make
+    convolutions, attention and wide layers up to twice as fast (benchmarks/README.md); results agree up to rounding.
 
     Source: the release notes of TensorFlow 2.9.
     """
@@ -72,9 +72,9 @@ def _prefer_onednn() -> None:
 
 
 def _import_keras() -> None:
-    """Imports Keras, and TensorFlow with it, without garbage collection: of a million new objects, none is garbage.
+    """Imports Keras and TensorFlow without garbage collection, because none of the million new objects is garbage.
 
-    Scanning them took a sixth of the time of the imports, and more in the first steps; later collections skip them too.
+    Scanning them takes a sixth of the import time, and more in the first steps, so later collections skip them too.
     """
     prepare_imports()
     enabled = gc.isenabled()
@@ -88,12 +88,12 @@ def _import_keras() -> None:
 
 
 class _LazyFinder(importlib.abc.MetaPathFinder):
-    """Finds the packages `SELDOM_USED`, whose code runs when one of their attributes is used."""
+    """Finds the packages in `SELDOM_USED`, and makes their code run when one of their attributes is first used."""
 
     def find_spec(
         self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        """The spec of a package in `SELDOM_USED`; `None` for all others."""
+        """The spec of a package in `SELDOM_USED`; `None` for other modules."""
         spec = importlib.machinery.PathFinder.find_spec(name, path, target) if name in SELDOM_USED else None
         if spec is not None and spec.loader is not None:
             spec.loader = _LazyLoader(spec.loader)
@@ -101,9 +101,10 @@ class _LazyFinder(importlib.abc.MetaPathFinder):
 
 
 class _LazyLoader(importlib.abc.Loader):
-    """Runs the code of a module when one of its attributes is used.
+    """Runs the code of a module when one of its attributes is first used.
 
-    `importlib.util.LazyLoader` would run it at once: the import system and `inspect` look at names of every module.
+    `importlib.util.LazyLoader` would run it immediately, since the import system and `inspect` read attributes of
+    every module.
     """
 
     def __init__(self, loader: importlib.abc.Loader):
@@ -115,7 +116,7 @@ class _LazyLoader(importlib.abc.Loader):
         """Leaves the module empty until one of its attributes is used."""
 
         def get(name: str) -> Any:
-            if not name.startswith("__") or name == "__all__":  # which `import *` asks for
+            if not name.startswith("__") or name == "__all__":  # `import *` reads `__all__`
                 self._load(module)
             if name in module.__dict__:
                 return module.__dict__[name]

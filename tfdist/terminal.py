@@ -1,8 +1,8 @@
-"""What a command shows and what goes to its log.
+"""The output of commands: messages for the user, log files, and the base class of commands.
 
-TensorFlow's C++ code writes to file descriptor 2 whatever its log level, so the descriptor itself is pointed at the
-run's log, and messages for the user go to a copy of the terminal's. The log holds these messages too, and what is
-written to standard output: all that the run said.
+TensorFlow's C++ code writes to file descriptor 2 regardless of its log level, so that descriptor is redirected to the
+run's log, and messages for the user go to a copy of the terminal's descriptor. The log also contains these messages and
+standard output.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import re
 import signal
 import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import FrameType
 from typing import Any, TextIO, cast
@@ -23,16 +23,16 @@ import click
 
 from tfdist.errors import EXIT_INTERRUPTED, CostWarning, DifferenceWarning, TfdistError
 
-# Where messages for the user go; the last one holds.
+# A stack of streams for messages to the user; the last stream is in use.
 _terminal: list[TextIO] = [sys.stderr]
 STDOUT, STDERR = 1, 2
 
 
 @contextlib.contextmanager
 def logged_to(log: Path | None) -> Iterator[TextIO]:
-    """Sends what is written to standard error to `log`, and copies there what the user is shown; yields the terminal.
+    """Redirects standard error to `log`, and yields a stream for the terminal.
 
-    What is written to the terminal, and to standard output, is shown and copied. `None` changes nothing.
+    Text for that stream and for standard output is shown and copied to `log`. `None` changes nothing.
     """
     if log is None:
         yield sys.stderr
@@ -41,11 +41,11 @@ def logged_to(log: Path | None) -> Iterator[TextIO]:
     shown = os.fdopen(os.dup(STDERR), "w", buffering=1)
     file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
     os.dup2(file, STDERR)
-    terminal, stdout = cast(TextIO, _Copied(shown, file)), sys.stdout
-    sys.stdout = cast(TextIO, _Copied(stdout, file))
+    terminal, stdout = cast(TextIO, _LoggedStream(shown, file)), sys.stdout
+    sys.stdout = cast(TextIO, _LoggedStream(stdout, file))
     _terminal.append(terminal)
     show = warnings.showwarning
-    warnings.showwarning = functools.partial(_show_differences, show)
+    warnings.showwarning = functools.partial(_show_warning, show)
     try:
         yield terminal
     finally:
@@ -58,35 +58,35 @@ def logged_to(log: Path | None) -> Iterator[TextIO]:
         os.close(file)
 
 
-def _show_differences(show: Callable[..., None], message: Any, category: type[Warning], *where: Any) -> None:
-    """Logs a warning by `show`; one of a difference or of a cost is shown instead, and copied."""
+def _show_warning(show: Callable[..., None], message: Any, category: type[Warning], *where: Any) -> None:
+    """Shows a `DifferenceWarning` or a `CostWarning` to the user, and passes other warnings to `show`."""
     if issubclass(category, DifferenceWarning | CostWarning):
         say(f"warning: {message}")
     else:
         show(message, category, *where)
 
 
-class _Copied:
-    """A stream whose whole lines are written to the file descriptor `log` too, as they stand when they end."""
+class _LoggedStream:
+    """A stream that also writes each complete line to the file descriptor `log`."""
 
     def __init__(self, stream: TextIO, log: int):
         self._stream = stream
         self._log = log
-        self._begun = ""
+        self._incomplete = ""
 
     def write(self, text: str) -> int:
-        *lines, self._begun = (self._begun + text).split("\n")
+        *lines, self._incomplete = (self._incomplete + text).split("\n")
         for line in lines:
-            with contextlib.suppress(OSError):  # a full disk is told by what must be written
-                os.write(self._log, f"{_as_it_stands(line)}\n".encode(errors="replace"))
+            with contextlib.suppress(OSError):  # more important files report a full disk
+                os.write(self._log, f"{_final_text(line)}\n".encode(errors="replace"))
         return self._stream.write(text)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
 
 
-def _as_it_stands(line: str) -> str:
-    """A line of a terminal without colours, and without what was overwritten, such as the states of a progress bar."""
+def _final_text(line: str) -> str:
+    """A line without colours and without overwritten text, such as earlier states of a progress bar."""
     plain = re.sub(r"\x1b\[[0-9;]*[A-Za-z]|\x08", "", line).rstrip("\r")
     return plain.rpartition("\r")[2].rstrip()
 
@@ -96,46 +96,45 @@ def counted(number: int, thing: str) -> str:
     return f"{number:,} {thing}" if number == 1 else f"{number:,} {thing}s"
 
 
-def cause(said: str) -> str:
-    """The line that tells most of what a failed command has said; "" if it said nothing."""
-    lines = [line for line in said.splitlines() if line.strip()] or [""]
-    errors = [index for index, line in enumerate(lines) if line.startswith("error:")]
-    if not errors:
+def cause(output: str) -> str:
+    """The most informative line in the output of a failed command; empty if there is no output."""
+    lines = [line for line in output.splitlines() if line.strip()] or [""]
+    first = next((index for index, line in enumerate(lines) if line.startswith("error:")), None)
+    if first is None:
         return lines[-1]
-    # An unexpected error is preceded by its traceback, whose last line has the exception.
-    first = errors[0]
+    # The line before an unexpected error is the end of its traceback, with the exception.
     return lines[first - 1] if first and lines[first].startswith("error: unexpected") else lines[first]
 
 
 def say(line: str) -> None:
-    """Shows a line to the user, from any thread."""
+    """Shows a line to the user. May be called from any thread."""
     with contextlib.suppress(OSError):
         print(line, file=_terminal[-1], flush=True)
 
 
 @contextlib.contextmanager
-def any_stdout(needed: bool = False) -> Iterator[None]:
-    """Within it standard output may be closed or full: that is told once, and what is written there leads nowhere.
+def guarded_stdout(needed: bool = False) -> Iterator[None]:
+    """Within this context, a closed or full standard output is reported once, and further output is discarded.
 
     Args:
-        needed: the program is there for its output, and ends with exit code 1 where that is lost.
+        needed: output is the purpose of the program, which ends with exit code 1 if the output is lost.
     """
     closed = sys.stdout is None
     _open_standard_streams()
-    before = sys.stdout
-    stdout = _AnyStdout(before, needed)
+    original = sys.stdout
+    stdout = _GuardedStdout(original, needed)
     sys.stdout = cast(TextIO, stdout)
     if closed:
-        stdout.lose("it is closed")
+        stdout.discard("it is closed")
     try:
         yield
     finally:
-        sys.stdout = before
+        sys.stdout = original
         stdout.flush()
 
 
 def _open_standard_streams() -> None:
-    """Has what was closed when the process began lead nowhere: the next file that is opened would take its place."""
+    """Opens standard streams that are closed as /dev/null; else the next opened file would get their descriptor."""
     while (descriptor := os.open(os.devnull, os.O_RDWR)) <= STDERR:
         pass
     os.close(descriptor)
@@ -146,59 +145,58 @@ def _open_standard_streams() -> None:
         _terminal[0] = sys.stderr
 
 
-class _AnyStdout:
-    """Standard output, as long as it takes what is written."""
+class _GuardedStdout:
+    """Standard output that is discarded after the first error."""
 
     def __init__(self, stream: TextIO, needed: bool):
         self._stream = stream
         self._needed = needed
 
     def write(self, text: str) -> int:
-        with self._losing():
+        with self._guarded():
             self._stream.write(text)
         return len(text)
 
     def flush(self) -> None:
-        with self._losing():
+        with self._guarded():
             self._stream.flush()
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
 
-    def lose(self, reason: str) -> None:
-        """Tells it; from now on whatever writes there, such as a library, writes nowhere."""
-        nowhere = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(nowhere, self._stream.fileno())
-        os.close(nowhere)
-        say(f"Standard output cannot be written ({reason}): nothing is shown there.")
+    def discard(self, reason: str) -> None:
+        """Reports the reason, and redirects the descriptor to /dev/null, for libraries that write to it too."""
+        null = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(null, self._stream.fileno())
+        os.close(null)
+        say(f"Standard output cannot be written ({reason}): further output is discarded.")
         if self._needed:
             sys.exit(1)
 
     @contextlib.contextmanager
-    def _losing(self) -> Iterator[None]:
+    def _guarded(self) -> Iterator[None]:
         try:
             yield
         except OSError as error:
-            self.lose(error.strerror or str(error))
+            self.discard(error.strerror or str(error))
 
 
 @contextlib.contextmanager
-def noticed_interrupts(notice: Callable[[], None]) -> Iterator[None]:
+def interrupts_noticed_by(notice: Callable[[], None]) -> Iterator[None]:
     """Calls `notice` at Ctrl-C, before `KeyboardInterrupt` is raised as usual.
 
-    An exception that is raised while an object is being deleted, or inside a callback of C code, is lost, and so would
-    be the interrupt.
+    The exception alone would be lost if it is raised in a destructor or in a callback from C code.
     """
 
     def on_signal(number: int, frame: FrameType | None) -> None:
         notice()
         signal.default_int_handler(number, frame)
 
-    before = signal.signal(signal.SIGINT, on_signal)
+    previous = signal.signal(signal.SIGINT, on_signal)
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, before)
+        signal.signal(signal.SIGINT, previous)
 
 
 class GroupedOption(click.Option):
@@ -210,8 +208,8 @@ class GroupedOption(click.Option):
 
 
 @contextlib.contextmanager
-def errors_shown() -> Iterator[None]:
-    """Ends the program where an error of tfdist's is raised, which is shown as its sentence and its hint."""
+def exit_on_error() -> Iterator[None]:
+    """Shows an error of tfdist as its sentence and its hint, and ends the program with the error's exit code."""
     try:
         yield
     except TfdistError as error:
@@ -220,13 +218,17 @@ def errors_shown() -> Iterator[None]:
 
 
 class Command(click.Command):
-    """A command that returns its exit code, or `None` for 0, and shows errors of tfdist's without a traceback.
+    """A command that returns its exit code, or `None` for 0, and shows errors of tfdist without a traceback.
 
-    Its help lists the options under their headings, in the order in which these come first.
+    Its help, `-h` or `--help`, lists the options under their headings, in the order in which the headings first occur.
     """
 
+    def __init__(self, name: str | None, context_settings: Mapping[str, Any] | None = None, **named: Any):
+        settings = {"help_option_names": ["-h", "--help"], **(context_settings or {})}
+        super().__init__(name, context_settings=settings, **named)
+
     def make_context(self, *args: Any, **named: Any) -> click.Context:
-        with errors_shown():
+        with exit_on_error():
             return super().make_context(*args, **named)
 
     def get_help_option(self, ctx: click.Context) -> click.Option | None:
@@ -237,7 +239,7 @@ class Command(click.Command):
 
     def invoke(self, ctx: click.Context) -> None:
         try:
-            with errors_shown():
+            with exit_on_error():
                 code = super().invoke(ctx)
         except KeyboardInterrupt:
             code = EXIT_INTERRUPTED
@@ -257,7 +259,7 @@ class Command(click.Command):
 def _show_help(ctx: click.Context, option: click.Parameter, wanted: bool) -> None:
     del option
     if wanted and not ctx.resilient_parsing:
-        with any_stdout(needed=True):
+        with guarded_stdout(needed=True):
             click.echo(ctx.get_help())
         ctx.exit()
 
@@ -271,5 +273,4 @@ def options_of(group: str) -> Callable[..., Any]:
     return option
 
 
-# So wide that names and values stay whole.
-HELP_WIDTH = 110
+HELP_WIDTH = 110  # wide enough to keep names and values on one line

@@ -1,6 +1,6 @@
-"""`python -m tfdist.train`: trains a model on a dataset with a strategy, and leaves a run folder.
+"""`python -m tfdist.train`: trains a model on a dataset with a strategy, and writes a run folder.
 
-This module alone knows all parts of a run. Nothing slow is imported until the options have been checked:
+Nothing slow is imported until the options have been checked:
 
     parse → TrainConfig → RunFolder → (TensorFlow) strategy → data → model → fit → evaluate → record → table
 """
@@ -30,7 +30,7 @@ from tfdist.jobs.world import World
 from tfdist.launcher import job
 from tfdist.launcher.elastic_options import ElasticOptions, elastic_options
 from tfdist.run import config as configs
-from tfdist.run import processes, recipes, summary
+from tfdist.run import processes, recipes
 
 if TYPE_CHECKING:
     from tfdist.run.config import TrainConfig
@@ -39,15 +39,15 @@ if TYPE_CHECKING:
     from tfdist.run.session import Session
 
 EXIT_UNEXPECTED = 1
-VERIFY_STEPS = 3  # of `tfdist verify`
+VERIFY_STEPS = 3  # default of `tfdist verify`
 
 
-def _names(found: list[str] | tuple[str, ...], own: str = "") -> str:
-    return ", ".join(found) + (f", or your own as module:{own}" if own else "")
+def _names(names: list[str] | tuple[str, ...], own: str = "") -> str:
+    return ", ".join(names) + (f", or your own as module:{own}" if own else "")
 
 
 def _take_recipe(context: click.Context, option: click.Parameter, name: str | None) -> None:
-    """Makes the options of a recipe the defaults of the others."""
+    """Makes the options of a recipe the defaults of the command's options."""
     del option
     if name is None:
         return
@@ -59,7 +59,7 @@ _model = terminal.options_of("Model")
 _optimisation = terminal.options_of("Optimisation")
 _strategy = terminal.options_of("Strategy")
 _processes = terminal.options_of("Processes")
-_of_run = terminal.options_of("Run")
+_run_option = terminal.options_of("Run")
 
 
 def _strategy_flags(command: Callable[..., Any]) -> Callable[..., Any]:
@@ -82,7 +82,7 @@ Examples:
 
 
 class _TrainCommand(terminal.Command):
-    """A command that, with `--resume`, takes the options that are not given from the run that it continues."""
+    """A command that, with `--resume`, takes missing options from the run that it continues."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         ctx.default_map = self._options_of_earlier_run(ctx, args)
@@ -91,37 +91,37 @@ class _TrainCommand(terminal.Command):
     def invoke(self, ctx: click.Context) -> None:
         try:
             super().invoke(ctx)
-        except SystemExit as ended:
-            if ended.code:  # other processes of the job may wait for this one
-                process_exit.fail(int(ended.code))
+        except SystemExit as error:
+            if error.code:  # other processes of the job may be waiting for this process
+                process_exit.fail(int(error.code))
             raise
 
     def _options_of_earlier_run(self, ctx: click.Context, args: Sequence[str]) -> dict[str, Any]:
         if "--resume" not in args:
             return {}
-        given = self._parsed(ctx, args)
-        if not given.get("resume") or given.get("help"):
+        options = self._parse(ctx, args)
+        if not options.get("resume") or options.get("help"):
             return {}
-        configs.require_run_to_resume(True, given.get("run_dir"))
+        configs.require_run_to_resume(True, options.get("run_dir"))
         from tfdist.run.folder import load_record
 
-        if given.get("strategy") and not (Path(given["run_dir"]) / "run.json").exists():
+        if options.get("strategy") and not (Path(options["run_dir"]) / "run.json").exists():
             return {}  # the run ended before it wrote a record
-        earlier = self._parsed(ctx, load_record(given["run_dir"]).command[2:])
+        earlier = self._parse(ctx, load_record(options["run_dir"]).command[2:])
         recipe = earlier.pop("recipe", None)
         for name in ("resume", "run_dir"):
             earlier.pop(name, None)
-        return (recipes.load(recipe) if recipe else {}) | {name: _last_of_each(v) for name, v in earlier.items()}
+        return (recipes.load(recipe) if recipe else {}) | {name: _last_settings(v) for name, v in earlier.items()}
 
-    def _parsed(self, ctx: click.Context, args: Sequence[str]) -> dict[str, Any]:
-        """The text that is given for each parameter."""
+    def _parse(self, ctx: click.Context, args: Sequence[str]) -> dict[str, Any]:
+        """The values of the options in `args`, as text."""
         parser = self.make_parser(ctx)
         parser.ignore_unknown_options = True
         return parser.parse_args(list(args))[0]
 
 
-def _last_of_each(value: Any) -> Any:
-    """The last setting of each name, of a list of settings NAME=VALUE; any other value itself."""
+def _last_settings(value: Any) -> Any:
+    """Keeps the last setting per name in a list of NAME=VALUE settings; returns any other value unchanged."""
     if not isinstance(value, list):
         return value
     return list({setting.partition("=")[0]: setting for setting in value}.values())
@@ -131,9 +131,8 @@ def _last_of_each(value: Any) -> Any:
     cls=_TrainCommand,
     epilog=EXAMPLES,
     context_settings={
-        "help_option_names": ["-h", "--help"],
         "max_content_width": terminal.HELP_WIDTH,
-        # `--batch_size` is `--batch-size`; names of models and modules stay as they are.
+        # Accepts `--batch_size` for `--batch-size`; the names of models and modules are not changed.
         "token_normalize_func": lambda token: token.replace("_", "-"),
     },
 )
@@ -148,7 +147,7 @@ def _last_of_each(value: Any) -> Any:
     default="real",
     show_default=True,
     metavar="NAME",
-    help="of training steps: real, cached (read once, into memory), synthetic (one batch, repeated)",
+    help="input of training: real, cached (read once into memory), synthetic (one repeated batch)",
 )
 @_model("--model", required=True, metavar="NAME", help=_names(models.names(), own="function"))
 @_model("--model-option", multiple=True, metavar="NAME=VALUE", help="an option of the model; may be repeated")
@@ -156,11 +155,11 @@ def _last_of_each(value: Any) -> Any:
 @_optimisation("--epochs", type=int, default=5, show_default=True, help="passes over the training examples")
 @_optimisation("--batch-size", type=int, default=32, show_default=True, help="examples per global batch")
 @_optimisation(
-    "--optimizer", metavar="NAME", help=_names(configs.OPTIMIZERS) + "; by default the one usual for the model"
+    "--optimizer", metavar="NAME", help=_names(configs.OPTIMIZERS) + "; by default the model's usual optimizer"
 )
-@_optimisation("--learning-rate", type=float, help="learning rate; by default the one usual for the model")
-@_optimisation("--momentum", type=float, help="momentum of sgd; by default the one usual for the model")
-@_optimisation("--weight-decay", type=float, help="weight decay; by default the one usual for the model")
+@_optimisation("--learning-rate", type=float, help="learning rate; by default the usual value for the model")
+@_optimisation("--momentum", type=float, help="momentum of sgd; by default the usual value for the model")
+@_optimisation("--weight-decay", type=float, help="weight decay; by default the usual value for the model")
 @_optimisation("--schedule", default="constant", show_default=True, metavar="NAME", help=_names(configs.SCHEDULES))
 @_optimisation("--warmup-epochs", type=float, default=0.0, help="epochs in which the learning rate rises from 0")
 @_optimisation("--gradient-accumulation", type=int, default=1, show_default=True, help="batches per update")
@@ -168,7 +167,7 @@ def _last_of_each(value: Any) -> Any:
 @_optimisation("--target-accuracy", type=float, metavar="FRACTION", help="stop at this validation accuracy")
 @_strategy("--strategy", required=True, metavar="NAME", help=_names(strategies.names(), own="Class"))
 @_strategy("--strategy-option", multiple=True, metavar="NAME=VALUE", help="an option of the strategy; may be repeated")
-@_strategy("--devices", metavar="N|NAMES", help="number or names of the devices of a process, such as GPU:0,GPU:1")
+@_strategy("--devices", metavar="N|NAMES", help="number or names of the devices per process, such as GPU:0,GPU:1")
 @_strategy_flags
 @_processes("--workers", type=int, metavar="N", help="number of processes to start on this machine")
 @_processes("--ps", type=int, metavar="N", help="number of parameter servers to start on this machine")
@@ -177,37 +176,37 @@ def _last_of_each(value: Any) -> Any:
     "--hostfile",
     type=click.Path(path_type=Path),
     metavar="FILE",
-    help="hosts of an elastic job, one line `host slots=2` each; changes take effect",
+    help="hosts of an elastic job, with a line `host slots=2` per host; changes take effect",
 )
 @_processes(
     "--restarts", type=int, default=0, show_default=True, metavar="N", help="restarts of the job after a failure"
 )
 @_processes("--expose", is_flag=True, help="do not isolate the job's network")
-@_of_run(
+@_run_option(
     "--recipe",
     metavar="NAME",
     is_eager=True,
     expose_value=False,
     callback=_take_recipe,
-    help="use the options of a recipe where no others are given: " + _names(recipes.names()),
+    help="take the defaults of the options from a recipe: " + _names(recipes.names()),
 )
-@_of_run(
+@_run_option(
     "--run-dir",
     type=click.Path(path_type=Path),
     metavar="FOLDER",
     help="folder of the run; a new one in runs/ by default",
 )
-@_of_run("--resume", is_flag=True, help="continue the run in --run-dir with its options; those given here replace them")
-@_of_run(
+@_run_option("--resume", is_flag=True, help="continue the run in --run-dir with its options, unless overridden here")
+@_run_option(
     "--checkpoint-steps", type=int, metavar="N", help="save a checkpoint every N steps, and at the end of each epoch"
 )
-@_of_run("--tensorboard", is_flag=True, help="write TensorBoard logs")
-@_of_run("--profile", metavar="FIRST:LAST", help="trace training steps FIRST to LAST - 1")
-@_of_run(
+@_run_option("--tensorboard", is_flag=True, help="write TensorBoard logs")
+@_run_option("--profile", metavar="FIRST:LAST", help="trace training steps FIRST to LAST - 1")
+@_run_option(
     "--verify-steps", type=int, metavar="N", help="compare the first N steps with those of one device, and do not train"
 )
-@_of_run("--quiet", is_flag=True, help="show errors only")
-@_of_run("--verbose", is_flag=True, help="show TensorFlow's messages too")
+@_run_option("--quiet", is_flag=True, help="show errors only")
+@_run_option("--verbose", is_flag=True, help="show TensorFlow's messages too")
 def command(
     devices: str | None,
     profile: str | None,
@@ -246,10 +245,10 @@ def command(
 
 
 def run(config: TrainConfig, world: World) -> int:
-    """Trains as `config` says and returns the exit code.
+    """Trains according to `config`, and returns the exit code.
 
     Raises:
-        TfdistError: an error before the session begins; a later one is shown, recorded and returned as exit code.
+        TfdistError: an error before the session begins; a later error is shown, recorded and returned as exit code.
     """
     from tfdist.run.folder import RunFolder
 
@@ -260,27 +259,29 @@ def run(config: TrainConfig, world: World) -> int:
         config = dataclasses.replace(config, run_dir=run_dir, resume=True)
     if not world.is_chief:
         config = dataclasses.replace(config, quiet=not config.verbose)
-    # With parameter servers, a process that is restarted finds its log there, and continues it.
-    serves = config.traits.servers and not world.is_chief
-    folder = RunFolder(run_dir, resume=config.resume or serves, rank=world.rank)
-    with terminal.any_stdout(), terminal.logged_to(None if config.verbose else folder.log) as stderr:
+    # With parameter servers, a single process may be restarted; it then appends to its log.
+    may_restart = config.traits.servers and not world.is_chief
+    folder = RunFolder(run_dir, resume=config.resume or may_restart, rank=world.rank)
+    with terminal.guarded_stdout(), terminal.logged_to(None if config.verbose else folder.log) as stderr:
         show = (lambda *lines: None) if config.quiet else click.echo
-        exit_code = _reported(config, folder, show, stderr)
+        exit_code = _run_and_report(config, folder, show, stderr)
     if exit_code == EXIT_USAGE:
         folder.remove_if_unused()
     return exit_code
 
 
-def _reported(config: TrainConfig, folder: RunFolder, show: Callable[..., None], stderr: TextIO) -> int:
-    """Runs the session, and reports its end on the terminal and in the record."""
+def _run_and_report(config: TrainConfig, folder: RunFolder, show: Callable[..., None], stderr: TextIO) -> int:
+    """Runs the session, reports its end on the terminal and in the record, and returns the exit code."""
     session: Session | None = None
     try:
         startup.require_tensorflow_backend()
         from tfdist.run.session import Session
 
-        session = Session(config, folder, _command(), _typed(), _process_start(), show)
+        typed = os.environ.get(job_environment.TYPED) or shlex.join(sys.orig_argv)
+        started = datetime.fromtimestamp(psutil.Process().create_time(), UTC)
+        session = Session(config, folder, ["tfdist", "train", *_arguments()], typed, started, show)
         close = functools.partial(_close, session, stderr)
-        with terminal.noticed_interrupts(session.interrupt), process_exit.closed_by(close):
+        with terminal.interrupts_noticed_by(session.interrupt), process_exit.closed_by(close):
             record = _run(session)
     except TfdistError as error:
         _close(session, stderr, "failed", error.sentence)
@@ -297,56 +298,68 @@ def _reported(config: TrainConfig, folder: RunFolder, show: Callable[..., None],
         click.echo(f"error: unexpected {type(error).__name__}; the log is {folder.log}", file=stderr)
         return EXIT_UNEXPECTED
     if record is not None and not config.quiet:
-        summary.print_table([*summary.rows(record, folder), *session.usage])
+        rows = [*_result_rows(record, folder), *session.usage]
+        width = max(len(name) for name, _ in rows)
+        for name, value in rows:
+            click.echo(f"{name:<{width}}  {value}")
     return 0
 
 
+def _result_rows(record: RunRecord, folder: RunFolder) -> list[tuple[str, str]]:
+    """Names and values of a run's results, its speed and its folder, for the table at the end of the run."""
+    test = record.test_metrics or {}
+    rows = [(f"test {name}", f"{value:.4f}") for name, value in sorted(test.items()) if value is not None]
+    # The first epoch includes tracing the graph, so it counts only if there is no other epoch.
+    epochs = record.epochs[1:] or record.epochs
+    seconds = sum(epoch.train_seconds or 0 for epoch in epochs)
+    examples = sum((epoch.examples_per_second or 0) * (epoch.train_seconds or 0) for epoch in epochs)
+    if seconds and examples:
+        rows.append(("examples/s", f"{examples / seconds:,.0f}"))
+    total = sum(epoch.train_seconds or 0 for epoch in record.epochs)
+    rows.append(("training time", f"{total:.1f} s in {terminal.counted(len(record.epochs), 'epoch')}"))
+    if record.time_to_target is not None:
+        reached = record.time_to_target.seconds
+        goal = f"{record.time_to_target.monitor} {record.time_to_target.target:g}"
+        rows.append((f"time to {goal}", "not reached" if reached is None else f"{reached:.1f} s"))
+    if record.peak_memory_bytes:
+        rows.append(("peak memory", f"{record.peak_memory_bytes / 2**20:,.0f} MiB"))
+    return [*rows, ("files", str(folder.path))]
+
+
 def _run(session: Session) -> RunRecord | None:
-    """The record of the training; `None` after a verification."""
+    """Trains or verifies; returns the record of the training, or `None` after a verification."""
     try:
         if session.config.verify_steps is None:
             return session.run()
         session.verify()
         return None
     except Exception:
-        # If processes are interrupted together and one ends first, the errors of the others are no failures.
+        # If all processes are interrupted and one ends first, the errors of the others are consequences, not failures.
         session.raise_if_interrupted()
         raise
 
 
 def _close(session: Session | None, stderr: TextIO, status: Any, reason: str) -> None:
-    """Records the end of the run, unless it is recorded already; `stderr` may be closed."""
+    """Records the end of the run, unless it is already recorded; `stderr` may be closed."""
     if session is None or (session.record is not None and session.record.status != "running"):
         return
-    # Shown first: drawing the curves may take longer than the time that a terminated process has left.
+    # Shown first, because drawing the curves may take longer than the time that a terminated process has left.
     if session.record is not None and status == "interrupted":
         with contextlib.suppress(OSError):
-            again = f"python -m tfdist.train --resume --run-dir {session.folder.path}"
-            click.echo(f"Interrupted; continue with `{again}`", file=stderr)
+            resume = f"python -m tfdist.train --resume --run-dir {session.folder.path}"
+            click.echo(f"Interrupted; continue with `{resume}`", file=stderr)
     session.close(status, reason)
 
 
 def _arguments() -> list[str]:
-    """The options as those of `train`."""
-    by_name = sys.argv[1:2] in (["train"], ["verify"])
+    """The arguments of `tfdist train` that are equivalent to the command line."""
+    has_subcommand = sys.argv[1:2] in (["train"], ["verify"])
     verifies = sys.argv[1:2] == ["verify"] or Path(sys.argv[0]).name == "verify.py"
-    return [*(("--verify-steps", str(VERIFY_STEPS)) if verifies else ()), *sys.argv[1 + by_name :]]
-
-
-def _command() -> list[str]:
-    return ["tfdist", "train", *_arguments()]
-
-
-def _typed() -> str:
-    return os.environ.get(job_environment.TYPED) or shlex.join(sys.orig_argv)
-
-
-def _process_start() -> datetime:
-    return datetime.fromtimestamp(psutil.Process().create_time(), UTC)
+    return [*(("--verify-steps", str(VERIFY_STEPS)) if verifies else ()), *sys.argv[1 + has_subcommand :]]
 
 
 def main() -> None:
-    """The command; a misused option ends with exit code 2."""
+    """Runs the command; a usage error ends with exit code 2."""
     command(prog_name="python -m tfdist.train")
 
 

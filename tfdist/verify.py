@@ -1,6 +1,6 @@
-"""`tfdist verify`: compares the first steps of a strategy with those of one device, and trains nothing.
+"""`tfdist verify`: compares the first steps of a strategy with those of one device, without training.
 
-It is `tfdist train --verify-steps 3`, with those options that matter then. Exit code 1 says that the steps differ.
+It is `tfdist train --verify-steps 3` with the options that matter for it. The exit code is 1 if the steps differ.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import click
 
 from tfdist import terminal, train
 
-_OF_TRAIN = (
+_TRAIN_OPTIONS = (
     *("dataset", "data_option", "data_dir", "limit", "augment", "on_bad_example"),
     *("model", "model_option", "dtype_policy"),
     *("batch_size", "optimizer", "learning_rate", "momentum", "weight_decay", "gradient_accumulation", "seed"),
@@ -33,15 +33,10 @@ command = terminal.Command(
     "verify",
     callback=_run,
     help=_run.__doc__,
-    params=[option for option in train.command.params if option.name in _OF_TRAIN],
+    params=[option for option in train.command.params if option.name in _TRAIN_OPTIONS],
     context_settings=train.command.context_settings,
 )
 
 
-def main() -> None:
-    """The command; a misused option ends with exit code 2."""
-    command(prog_name="python -m tfdist.verify")
-
-
 if __name__ == "__main__":
-    main()
+    command(prog_name="python -m tfdist.verify")

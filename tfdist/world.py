@@ -1,4 +1,4 @@
-"""`python -m tfdist.world`: what this process takes itself to be in its job, and from what."""
+"""`python -m tfdist.world`: shows the rank, world size and addresses of this process's job, and their source."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from tfdist import terminal
 from tfdist.jobs.world import World
 
 
-@click.command(cls=terminal.Command, context_settings={"help_option_names": ["-h", "--help"]})
+@click.command(cls=terminal.Command)
 def command() -> None:
-    """Show what this process is in its job (rank, world size, addresses), and which variables say so."""
+    """Show the rank, world size and addresses of this process's job, and the variables that they come from."""
     table = Table(show_header=False, box=None, pad_edge=False)
     for row in rows(World.detect()):
         table.add_row(*row)
-    # Addresses are for copying: no line breaks, no colours, nothing taken for markup.
-    with terminal.any_stdout(needed=True):
+    # Addresses are for copying, so there are no line breaks, colours or markup.
+    with terminal.guarded_stdout(needed=True):
         Console(soft_wrap=True, highlight=False, markup=False).print(table)
 
 
 def rows(world: World) -> Iterator[tuple[str, str]]:
-    """A job in words, with the names of what they say."""
+    """Names and values that describe a job."""
     yield "source", world.source
     yield "rank", f"{world.rank} of {world.world_size}"
     yield "local rank", f"{world.local_rank} of {world.local_world_size}"
@@ -33,7 +33,7 @@ def rows(world: World) -> Iterator[tuple[str, str]]:
 
 
 def main() -> None:
-    """The command."""
+    """Runs the command."""
     command(prog_name="python -m tfdist.world")
 
 

@@ -46,7 +46,7 @@ def check(link):
 def test_two_processes_add_up_and_are_timed(tmp_path):
     tried, found, ready = between_two(tmp_path, "multiworker")
     check(tried["link"])
-    assert found["state"] == "ok" and "Two processes add up 4 bytes over sockets in" in found["sentence"]
+    assert found["state"] == "ok" and "Two processes all-reduce 4 bytes over sockets in" in found["sentence"]
     assert ready == {"strategy": "multiworker", "ready": True, "reason": "", "command": ""}
 
 
@@ -55,7 +55,7 @@ def test_processes_that_cannot_add_up_are_a_problem_and_their_strategy_is_not_re
     tried, found, ready = between_two(tmp_path, "horovod", HOROVOD_GLOO_IFACE="no-such-interface")
     assert tried["link"] is None and found["state"] == "problem"
     assert found["sentence"].startswith(
-        "Two processes of `horovod` could not add up over Gloo: their launcher ended with exit code 2: "
+        "Two processes of `horovod` could not all-reduce over Gloo: their launcher ended with exit code 2: "
         "`HOROVOD_GLOO_IFACE` is `no-such-interface`, and this machine has the network interfaces"
     )
     assert found["hint"] == "name one of these, or unset it"

@@ -253,7 +253,7 @@ def write(folder: Path, header: Header, entries: list[Entry]) -> Path:
     beginning = _beginning(header, entries)
     size = len(beginning) + sum(_padded(entry.value.nbytes) for entry in entries) + _DIGEST_BYTES
     try:
-        files.write_whole(path, lambda temporary: _write(temporary, beginning, entries))
+        files.write_atomically(path, lambda temporary: _write(temporary, beginning, entries))
     except OSError as problem:
         raise _cannot_write(folder, size, problem) from problem
     return path

@@ -82,7 +82,7 @@ def _print_table(source: data.Source, speed: Any, cores: int, bandwidth: float, 
     table = Table(show_header=False, box=None, pad_edge=False)
     for row in rows:
         table.add_row(*row)
-    with terminal.any_stdout(needed=True):
+    with terminal.guarded_stdout(needed=True):
         Console(soft_wrap=True).print(table)
 
 

@@ -1,10 +1,10 @@
-"""What works on this machine and what does not, and why: `tfdist doctor`, and `tfdist env` for bug reports.
+"""`tfdist doctor` reports what works on this machine, what does not, and why; `tfdist env` is for bug reports.
 
-    packages    versions that fit together            network   loopback, the host's name, proxies, ssh
-    engines     TensorFlow, MPI and Horovod load      job       TF_CONFIG, Slurm or MPI as found
-    gpus        GPUs, CUDA's libraries and NCCL       folders   of datasets, caches, runs and temporary files
-    machine     cores, memory, open files, clock      links     an all-reduce of two processes, timed
+    packages    compatible versions               network   loopback, host name, proxies, ssh
+    engines     TensorFlow, MPI and Horovod load  job       TF_CONFIG, Slurm or MPI variables
+    gpus        GPUs, CUDA libraries, NCCL        folders   datasets, caches, runs, temporary files
+    machine     cores, memory, open files, clock  links     a timed all-reduce between two processes
 
-Each module has `findings(...)`. `readiness.of(strategy)` says whether a strategy can run here, and what to do if not.
-What loads native code is tried in child processes with a time limit, so that nothing here can crash or hang.
+Each module has a function `findings(...)`. `readiness.of(strategy)` tells whether a strategy can run here and, if not,
+what to do. Native code is loaded in child processes with a time limit, so that it cannot crash or block the doctor.
 """

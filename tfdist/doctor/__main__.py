@@ -1,33 +1,39 @@
-"""`python -m tfdist.doctor`, or `tfdist doctor`: what works here and what does not, and why."""
+"""`python -m tfdist.doctor`, or `tfdist doctor`: report what works on this machine, what does not, and why."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import dataclasses
+import json
+import textwrap
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 import click
+from rich.console import Console
+from rich.text import Text
 
-from tfdist import terminal
-from tfdist.doctor import engines, folders, gpus, job, links, machine, network, packages, page, readiness
+from tfdist import __version__, terminal
+from tfdist.doctor import engines, folders, gpus, job, links, machine, network, packages, readiness
 from tfdist.doctor.finding import Finding, problem
+from tfdist.doctor.links import Measurement
+from tfdist.doctor.readiness import Readiness
 from tfdist.errors import EXIT_DIFFERENT
 
-# Longer than the limits of the child processes of a subject together.
-SECONDS_OF_A_SUBJECT = 300.0
+# Longer than the time limits of one subject's child processes together.
+SECONDS_PER_SUBJECT = 300.0
+STYLES = {"ok": "green", "note": "yellow", "problem": "bold red", "ready": "green", "not ready": "bold red"}
+_STATE_WIDTH = max(map(len, STYLES))
 
 
-@click.command(
-    cls=terminal.Command,
-    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": terminal.HELP_WIDTH},
-)
-@click.option("--data-dir", type=click.Path(path_type=Path), help="folder of datasets, as of tfdist train")
-@click.option("--all-reduce/--no-all-reduce", default=True, help="start two processes, and time their all-reduce")
+@click.command(cls=terminal.Command, context_settings={"max_content_width": terminal.HELP_WIDTH})
+@click.option("--data-dir", type=click.Path(path_type=Path), help="folder of datasets, as for tfdist train")
+@click.option("--all-reduce/--no-all-reduce", default=True, help="start two processes and time their all-reduce")
 @click.option("--json", "as_json", is_flag=True, help="print JSON, for programs")
 def command(data_dir: Path | None, all_reduce: bool, as_json: bool) -> int:
-    """Show what works on this machine and what does not, why, and which strategies are ready.
+    """Show what works on this machine, what does not and why, and which strategies are ready.
 
-    Exit code 0 if there is no problem, and the strategies that need no further package are ready; a package that is not
-    installed and that few need, such as Horovod, is a note. Exit code 1 if there is a problem.
+    The exit code is 0 if there is no problem, so that every strategy that needs no optional package is ready, and 1 if
+    there is a problem. A missing optional package, such as Horovod, is only a note.
     """
     subjects = {
         "versions": packages.findings,
@@ -38,38 +44,88 @@ def command(data_dir: Path | None, all_reduce: bool, as_json: bool) -> int:
         "job": job.findings,
         "folders": lambda: folders.findings(data_dir),
     }
-    found = [one for subject, find in subjects.items() for one in asked(find, subject)]
-    tried = links.measure() if all_reduce else []
-    found += links.findings(tried)
-    strategies = readiness.of_all(tried)
-    with terminal.any_stdout(needed=True):
+    findings = [finding for subject, check in subjects.items() for finding in collect(check, subject)]
+    measurements = links.measure() if all_reduce else []
+    findings += links.findings(measurements)
+    strategies = readiness.of_all(measurements)
+    with terminal.guarded_stdout(needed=True):
         if as_json:
-            click.echo(page.as_json(found, tried, strategies))
+            click.echo(report_as_json(findings, measurements, strategies))
         else:
-            page.show(found, strategies)
-    return EXIT_DIFFERENT if any(one.is_problem for one in found) else 0
+            show_report(findings, strategies)
+    return EXIT_DIFFERENT if any(finding.is_problem for finding in findings) else 0
 
 
-def asked(find: Callable[[], Iterable[Finding]], subject: str, seconds: float = SECONDS_OF_A_SUBJECT) -> list[Finding]:
-    """The findings of a subject; a problem if it does not answer, as a file system that has gone, or fails itself."""
-    found: list[Finding] = []
+def collect(
+    check: Callable[[], Iterable[Finding]], subject: str, seconds: float = SECONDS_PER_SUBJECT
+) -> list[Finding]:
+    """Returns a subject's findings, or a problem if `check` raises an error or blocks, as on a lost file system."""
+    findings: list[Finding] = []
 
-    def ask() -> None:
+    def run() -> None:
         try:
-            found.extend(find())
-        except Exception as error:  # whatever is wrong with this subject, the others are still told
-            sentence = f"It cannot be found out: {type(error).__name__}: {error}"
-            found.append(problem(subject, sentence, "report this, with what `tfdist env` prints"))
+            findings.extend(check())
+        except Exception as error:  # a check that fails must not hide the other subjects
+            sentence = f"This check failed: {type(error).__name__}: {error}"
+            findings.append(problem(subject, sentence, "report this, with the output of `tfdist env`"))
 
-    network.in_time([ask], seconds)
-    sentence = f"Nothing was found out within {seconds:g} s"
-    return found or [problem(subject, sentence, "see that the disks and the name servers of this machine answer")]
+    network.call_within([run], seconds)
+    hint = "check that the disks and the name servers of this machine respond"
+    return findings or [problem(subject, f"This check did not finish within {seconds:g} s", hint)]
 
 
-def main() -> None:
-    """The command."""
-    command(prog_name="python -m tfdist.doctor")
+def show_report(findings: Sequence[Finding], strategies: Sequence[Readiness]) -> None:
+    """Prints the report. Lines are wrapped only on a terminal; elsewhere each sentence and each hint is one line."""
+    console = Console(soft_wrap=True, highlight=False, markup=False)
+    sections = (
+        [(finding.state, finding.subject, finding.sentence, finding.hint) for finding in findings],
+        [("ready" if each.ready else "not ready", each.strategy, each.reason, each.command) for each in strategies],
+    )
+    for rows in sections:
+        width = max(len(subject) for _, subject, _, _ in rows)
+        for state, subject, sentence, hint in rows:
+            console.print(_line(console, f"{state:{_STATE_WIDTH}}  {subject:{width}}  ", sentence, STYLES[state]))
+            if hint:
+                console.print(_line(console, " " * (_STATE_WIDTH + width + 4), f"hint: {hint}", ""))
+        console.print()
+    console.print(summary(findings, strategies))
+
+
+def _line(console: Console, head: str, text: str, style: str) -> Text:
+    """Returns `head` and `text`, which is wrapped and indented if it is wider than the terminal."""
+    width = console.width - len(head) if console.is_terminal else 0
+    lines = textwrap.wrap(text, width, break_long_words=False, break_on_hyphens=False) if width > 20 else [text]
+    # A `Text`, because text from variables, files and programs must not be parsed as markup.
+    line = Text(head + ("\n" + " " * len(head)).join(lines))
+    line.stylize(style, 0, _STATE_WIDTH)
+    line.rstrip()
+    return line
+
+
+def summary(findings: Sequence[Finding], strategies: Sequence[Readiness]) -> str:
+    """The report in one line."""
+    problems = [finding.subject for finding in findings if finding.state == "problem"]
+    subjects = f" ({', '.join(dict.fromkeys(problems))})" if problems else ""
+    notes = terminal.counted(sum(finding.state == "note" for finding in findings), "note")
+    ready = sum(each.ready for each in strategies)
+    return (
+        f"{terminal.counted(len(problems), 'problem')}{subjects}, {notes}; "
+        f"{ready} of {len(strategies)} strategies are ready"
+    )
+
+
+def report_as_json(
+    findings: Sequence[Finding], measurements: Sequence[Measurement], strategies: Sequence[Readiness]
+) -> str:
+    """The report as JSON: the findings, the measurements and the strategies."""
+    report = {
+        "tfdist": __version__,
+        "findings": [dataclasses.asdict(finding) for finding in findings],
+        "all_reduce": [dataclasses.asdict(each.link) for each in measurements if each.link is not None],
+        "strategies": [dataclasses.asdict(each) for each in strategies],
+    }
+    return json.dumps(report, indent=2)
 
 
 if __name__ == "__main__":
-    main()
+    command(prog_name="python -m tfdist.doctor")

@@ -1,7 +1,7 @@
-"""Child processes with a time limit, for what may crash or hang: native libraries, other programs, jobs.
+"""Child processes with a time limit, for what may crash or block: native libraries, other programs, jobs.
 
-A child leads a process group, which is killed as a whole when its time is over. It does not inherit the variables that
-describe the job of this process, so that it is a process alone, and MPI does not take it for a member of that job.
+A child leads a process group, which is killed as a whole at its time limit. It does not inherit the variables that
+describe the job of this process; otherwise MPI would take it for a member of that job.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from tfdist.jobs import cluster_file, job_environment
 from tfdist.jobs.world import PMI, VARIABLES_OF_RANKS
 from tfdist.launcher import limited
 
-# By these names or beginnings of names, launchers describe a job to its processes. Settings of the user's, such as
-# OMPI_MCA_btl and HOROVOD_GLOO_IFACE, are none of them.
-OF_A_JOB = (
+# Names, or prefixes of names, of the variables with which launchers describe a job to its processes. The user's own
+# settings, such as OMPI_MCA_btl and HOROVOD_GLOO_IFACE, are not among them.
+JOB_VARIABLES = (
     cluster_file.TF_CONFIG,
     *(name for names in (*VARIABLES_OF_RANKS.values(), *PMI.values()) for name in names),
     *(job_environment.JOB, job_environment.CLUSTER, job_environment.TASK, job_environment.PROCESS),
@@ -31,13 +31,13 @@ OF_A_JOB = (
 
 
 @dataclass(frozen=True)
-class Ended:
-    """How a child has ended.
+class Result:
+    """The result of a child process.
 
     Attributes:
-        code: its exit code, negative for a signal; `None` if its time was over, or it could not be started.
-        out: what it wrote to standard output.
-        err: what it wrote to standard error.
+        code: its exit code, negative for a signal; `None` if it exceeded its time limit or could not be started.
+        out: its standard output.
+        err: its standard error.
         reason: why it has no exit code.
     """
 
@@ -47,59 +47,60 @@ class Ended:
     reason: str = ""
 
     @property
-    def is_well(self) -> bool:
-        """Whether it ended with exit code 0."""
+    def succeeded(self) -> bool:
+        """Whether the exit code is 0."""
         return self.code == 0
 
-    def how(self) -> str:
-        """How it ended, as the end of a sentence."""
+    def description(self) -> str:
+        """How the child ended, as the predicate of a sentence."""
         if self.code is None:
             return self.reason
         if self.code < 0:
-            return f"was ended by {signal.Signals(-self.code).name}"
+            return f"was killed by {signal.Signals(-self.code).name}"
         return f"ended with exit code {self.code}"
 
     def last_line(self) -> str:
-        """The last line that it wrote, of errors if there are any."""
+        """The last line of standard error, or of standard output if there is none."""
         lines = [line.strip() for line in (self.err or self.out).splitlines() if line.strip()]
         return lines[-1] if lines else ""
 
 
-def environment(more: Mapping[str, str] | None = None) -> dict[str, str]:
-    """The variables of this process without those of its job, and `more`."""
-    kept = {name: value for name, value in os.environ.items() if not name.startswith(OF_A_JOB)}
-    return kept | dict(more or {})
+def environment(extra: Mapping[str, str] | None = None) -> dict[str, str]:
+    """The variables of this process without those that describe its job, plus `extra`."""
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith(JOB_VARIABLES)}
+    return inherited | dict(extra or {})
 
 
-def run(command: Sequence[str], seconds: float, more: Mapping[str, str] | None = None) -> Ended:
-    """Runs a program to its end, or until its time is over.
+def run(command: Sequence[str], seconds: float, extra: Mapping[str, str] | None = None) -> Result:
+    """Runs a program until it ends or reaches its time limit.
 
     Args:
         command: the program and its arguments.
-        seconds: its time.
-        more: variables that it gets beside those of this process.
+        seconds: the time limit.
+        extra: additional environment variables.
     """
-    # In memory: who waits for a pipe would wait for every process that has inherited it, and a disk may be full.
-    with _memory() as out, _memory() as err:
+    # Output goes to memory: reading a pipe would wait for every process that inherited it, and a disk may be full.
+    with _memory_file() as out, _memory_file() as err:
         try:
             child = subprocess.Popen(
                 command,
                 stdin=subprocess.DEVNULL,
                 stdout=out,
                 stderr=err,
-                env=environment(more),
+                env=environment(extra),
                 start_new_session=True,
             )
         except OSError as error:
-            return Ended(None, reason=f"cannot be started: {error.strerror}")
+            return Result(None, reason=f"cannot be started: {error.strerror}")
         code = limited.wait(child, seconds)
-        return Ended(code, _read(out), _read(err), f"did not end within {seconds:g} s")
+        return Result(code, _read(out), _read(err), f"did not finish within {seconds:g} s")
 
 
-def _memory() -> IO[bytes]:
+def _memory_file() -> IO[bytes]:
     return os.fdopen(os.memfd_create("tfdist-doctor"), "w+b")
 
 
 def _read(file: IO[bytes]) -> str:
+    """The text of a file, without terminal escape sequences."""
     file.seek(0)
     return re.sub(r"\x1b\[[0-9;]*[A-Za-z]", "", file.read().decode(errors="replace"))

@@ -1,4 +1,4 @@
-"""Do TensorFlow, MPI and Horovod load here? Each is tried once, in a child process, as the strategies load it."""
+"""Checks that TensorFlow, MPI and Horovod load, once each, in a child process and as the strategies load them."""
 
 from __future__ import annotations
 
@@ -17,54 +17,57 @@ from tfdist.doctor.packages import installed, requirement
 
 SECONDS_TO_LOAD = 90.0
 SECONDS_TO_ANSWER = 10.0
-ENGINES = ("tensorflow", "mpi4py", "horovod")  # each is the name of its package
+ENGINES = ("tensorflow", "mpi4py", "horovod")  # names of packages
 GROWTH = "TF_FORCE_GPU_ALLOW_GROWTH"
 INSTALL_MPI4PY = "pip install 'tfdist[mpi]'"
 INSTALL_MPI = "apt-get install openmpi-bin"
 INSTALL_HOROVOD = "make horovod"
-# As `mpirun --version` and MPI itself name them.
+# The names in the output of `mpirun --version` and of MPI itself.
 LIBRARIES = ("Open MPI", "MPICH", "Intel(R) MPI", "MVAPICH")
 MPICH_LAUNCHERS = ("HYDRA", "MPICH")
 
 
 @dataclass(frozen=True)
-class Loaded:
-    """How loading an engine went.
+class LoadResult:
+    """The result of loading an engine.
 
     Attributes:
-        facts: what `tfdist.doctor.loading` found; empty if it does not load.
-        error: why it does not load, as a sentence; empty if it does.
-        hint: what to do then.
+        facts: the facts that `tfdist.doctor.loading` reports; empty if the engine does not load.
+        error: why the engine does not load, as a sentence; empty if it does.
+        hint: what to do if it does not load.
         installed: whether its package is installed.
-        said: what the libraries wrote.
+        stderr: the messages of the libraries.
     """
 
     facts: Mapping[str, Any] = field(default_factory=dict)
     error: str = ""
     hint: str = ""
     installed: bool = True
-    said: str = ""
+    stderr: str = ""
 
 
 @functools.cache
-def loaded(engine: str, seconds: float = SECONDS_TO_LOAD) -> Loaded:
-    """Loads "tensorflow", "mpi4py", "horovod" or "nccl" in a child process, within `seconds`; the answer is kept.
+def load(engine: str, seconds: float = SECONDS_TO_LOAD) -> LoadResult:
+    """Loads "tensorflow", "mpi4py", "horovod" or "nccl" in a child process within `seconds`, and caches the result.
 
-    Horovod and mpi4py are loaded beside TensorFlow, and are not tried where that does not load.
+    Horovod and mpi4py are loaded together with TensorFlow, and are skipped if TensorFlow does not load.
     """
     if engine in ENGINES and installed(engine) is None:
-        return Loaded(error=f"{engine} is not installed", hint=_install(engine), installed=False)
-    if engine in ("mpi4py", "horovod") and loaded("tensorflow").error:
-        return Loaded(error="It was not tried, because TensorFlow does not load", hint=loaded("tensorflow").hint)
-    # Other programs may use the GPUs, and TensorFlow would reserve all of their memory.
-    ended = child.run([sys.executable, "-m", "tfdist.doctor.loading", engine], seconds, {GROWTH: "true"})
-    if not ended.is_well:
-        said = f": {ended.last_line()}" if ended.last_line() else ""
-        return Loaded(error=f"The process that loads {engine} {ended.how()}{said}", hint=_install(engine))
-    facts = json.loads(ended.out.strip().rpartition("\n")[2])
+        return LoadResult(error=f"{engine} is not installed", hint=_install(engine), installed=False)
+    if engine in ("mpi4py", "horovod") and load("tensorflow").error:
+        return LoadResult(
+            error=f"{engine} was not tried, because TensorFlow does not load", hint=load("tensorflow").hint
+        )
+    # Without this variable TensorFlow would reserve all GPU memory, which other programs may need.
+    result = child.run([sys.executable, "-m", "tfdist.doctor.loading", engine], seconds, {GROWTH: "true"})
+    if not result.succeeded:
+        detail = f": {result.last_line()}" if result.last_line() else ""
+        error = f"The process that loads {engine} {result.description()}{detail}"
+        return LoadResult(error=error, hint=_install(engine))
+    facts = json.loads(result.out.strip().rpartition("\n")[2])
     if "error" in facts:
-        return Loaded(error=facts["error"], hint=facts["hint"])
-    return Loaded(facts, said=ended.err)
+        return LoadResult(error=facts["error"], hint=facts["hint"])
+    return LoadResult(facts, stderr=result.err)
 
 
 def _install(engine: str) -> str:
@@ -74,59 +77,59 @@ def _install(engine: str) -> str:
 
 
 def findings() -> list[Finding]:
-    """What was found out about TensorFlow, MPI and Horovod."""
-    loaded("tensorflow")
+    """The findings about TensorFlow, MPI and Horovod."""
+    load("tensorflow")
     with ThreadPoolExecutor() as pool:
-        list(pool.map(loaded, ("mpi4py", "horovod")))
-    return [*of_tensorflow(loaded("tensorflow")), *of_mpi(loaded("mpi4py")), *of_horovod(loaded("horovod"))]
+        list(pool.map(load, ("mpi4py", "horovod")))
+    return [*tensorflow_findings(load("tensorflow")), *mpi_findings(load("mpi4py")), *horovod_findings(load("horovod"))]
 
 
-def of_tensorflow(found: Loaded) -> list[Finding]:
-    """What was found out about TensorFlow and the modules that it loads."""
-    if found.error:
-        return [problem("TensorFlow", found.error, found.hint)]
-    others = [
+def tensorflow_findings(result: LoadResult) -> list[Finding]:
+    """The findings about TensorFlow and the modules that it loads."""
+    if result.error:
+        return [problem("TensorFlow", result.error, result.hint)]
+    mismatches = [
         problem(
             "TensorFlow",
             f"`{package}` is imported from `{module['file']}` as version {module['version']}, and version "
             f"{installed(package)} is installed",
-            "take the folder that holds it out of `PYTHONPATH`, and start in another folder",
+            "remove that folder from `PYTHONPATH`, and start in another folder",
         )
-        for package, module in found.facts["modules"].items()
-        if module["version"] and _public(module["version"]) != _public(installed(package))
+        for package, module in result.facts["modules"].items()
+        if module["version"] and _without_label(module["version"]) != _without_label(installed(package))
     ]
-    return others or [ok("TensorFlow", "TensorFlow and Keras load, and Keras runs on TensorFlow")]
+    return mismatches or [ok("TensorFlow", "TensorFlow and Keras load, and Keras runs on TensorFlow")]
 
 
-def _public(version: str | None) -> str:
-    """A version without the label of who built it."""
+def _without_label(version: str | None) -> str:
+    """A version without its local label, such as "+cpu"."""
     return (version or "").partition("+")[0]
 
 
-def of_mpi(found: Loaded) -> list[Finding]:
-    """What was found out about mpi4py and `mpirun`."""
-    if not found.installed:
-        return [note("MPI", f"{found.error}: `mpi_split` is not there", found.hint)]
-    if found.error:
-        return [problem("MPI", found.error, found.hint)]
-    linked = found.facts["library"]
-    return [ok("MPI", f"mpi4py {installed('mpi4py')} loads {linked}"), *of_mpirun(library(linked))]
+def mpi_findings(result: LoadResult) -> list[Finding]:
+    """The findings about mpi4py and `mpirun`."""
+    if not result.installed:
+        return [note("MPI", f"{result.error}: `mpi_split` is unavailable", result.hint)]
+    if result.error:
+        return [problem("MPI", result.error, result.hint)]
+    linked = result.facts["library"]
+    return [ok("MPI", f"mpi4py {installed('mpi4py')} loads {linked}"), *mpirun_findings(library(linked))]
 
 
-def of_mpirun(linked: str) -> list[Finding]:
-    """Whether `mpirun` starts programs that are `linked` with this library, such as "Open MPI"."""
-    there = mpirun()
-    if there is None:
+def mpirun_findings(linked: str) -> list[Finding]:
+    """Checks that `mpirun` can start programs that are linked with the library `linked`, such as "Open MPI"."""
+    version = mpirun()
+    if version is None:
         return [
             problem("MPI", "There is no `mpirun` on the path, which starts the processes of `mpi_split`", INSTALL_MPI)
         ]
     path = shutil.which("mpirun")
-    kind = library(there)
+    kind = library(version)
     if kind != linked:
         return [
             problem(
                 "MPI",
-                f"`{path}` is that of {kind or 'another MPI'} (`{there}`), and mpi4py is linked with {linked}: "
+                f"`{path}` belongs to {kind or 'another MPI'} (`{version}`), but mpi4py is linked with {linked}: "
                 "each process would train alone",
                 f"update-alternatives --config mpirun; or put the `mpirun` of {linked} first on the path",
             )
@@ -135,25 +138,25 @@ def of_mpirun(linked: str) -> list[Finding]:
         return [
             note(
                 "MPI",
-                f"`{path}` is that of {kind} (`{there}`), and tfdist's launcher starts processes by Open MPI's alone",
-                "start them yourself: `mpirun -n 2 python -m tfdist.train --strategy mpi_split ...`",
+                f"`{path}` belongs to {kind} (`{version}`), and tfdist's launcher supports only Open MPI",
+                "start the processes yourself: `mpirun -n 2 python -m tfdist.train --strategy mpi_split ...`",
             )
         ]
-    return [ok("MPI", f"`{path}` is that of {there}")]
+    return [ok("MPI", f"`{path}` belongs to {version}")]
 
 
 def mpirun(seconds: float = SECONDS_TO_ANSWER) -> str | None:
-    """The line in which `mpirun --version` names its library; `None` if there is no `mpirun`."""
+    """The line of `mpirun --version` that names the MPI library; `None` if there is no `mpirun`."""
     if shutil.which("mpirun") is None:
         return None
-    ended = child.run(["mpirun", "--version"], seconds)
-    lines = [line.strip() for line in ended.out.splitlines() if line.strip()]
+    result = child.run(["mpirun", "--version"], seconds)
+    lines = [line.strip() for line in result.out.splitlines() if line.strip()]
     named = [line for line in lines if library(line)]
-    return (named or lines or [f"`mpirun --version` {ended.how()}"])[0]
+    return (named or lines or [f"`mpirun --version` {result.description()}"])[0]
 
 
 def library(text: str) -> str:
-    """The MPI library that a text names; empty if it names none.
+    """The name of the MPI library in a text; empty if there is none.
 
     >>> library("mpirun (Open MPI) 4.1.4"), library("HYDRA build details:"), library("Open MPI v4.1.4")
     ('Open MPI', 'MPICH', 'Open MPI')
@@ -163,21 +166,18 @@ def library(text: str) -> str:
     return next((name for name in LIBRARIES if name in text), "")
 
 
-def of_horovod(found: Loaded) -> list[Finding]:
-    """What was found out about Horovod."""
-    if not found.installed:
-        return [note("Horovod", f"{found.error}: `horovod` is not there", found.hint)]
-    if found.error:
-        return [problem("Horovod", found.error, found.hint)]
-    built = found.facts["built_with"]
-    if not {"MPI", "Gloo"} & set(built):
-        return [
-            problem(
-                "Horovod", "Horovod was built without MPI and without Gloo, and connects no processes", INSTALL_HOROVOD
-            )
-        ]
+def horovod_findings(result: LoadResult) -> list[Finding]:
+    """The findings about Horovod."""
+    if not result.installed:
+        return [note("Horovod", f"{result.error}: `horovod` is unavailable", result.hint)]
+    if result.error:
+        return [problem("Horovod", result.error, result.hint)]
+    built = result.facts["built_with"]
     missing = [name for name in ("MPI", "Gloo") if name not in built]
+    if len(missing) == 2:
+        sentence = "Horovod was built with neither MPI nor Gloo, and cannot connect processes"
+        return [problem("Horovod", sentence, INSTALL_HOROVOD)]
     sentence = f"Horovod {installed('horovod')} loads; it was built with {', '.join(built)}"
     if missing:
-        return [note("Horovod", f"{sentence}, and without {missing[0]}", INSTALL_HOROVOD)]
+        return [note("Horovod", f"{sentence}, but without {missing[0]}", INSTALL_HOROVOD)]
     return [ok("Horovod", sentence)]

@@ -1,4 +1,4 @@
-"""`tfdist env`: what a report of an error needs, as text to paste: versions, machine, job and variables."""
+"""`tfdist env`: prints versions, machine, job and variables as text to paste into a bug report."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tfdist.errors import UsageError
 from tfdist.jobs.world import World
 from tfdist.run.schema import Machine
 
-# The beginnings of names of variables that change what tfdist and its packages do.
+# Prefixes of the variables that change the behaviour of tfdist and its packages.
 RELEVANT = (
     *("TF_", "TFDIST_", "TFDS_", "KERAS_", "XLA_", "CUDA_", "NVIDIA_", "NCCL_", "HOROVOD_", "OMPI_", "PMI", "MPI"),
     *("SLURM_", "OMP_", "MKL_", "OPENBLAS_", "ONEDNN_", "DNNL_", "GRPC_", "PROTOCOL_BUFFERS_", "PYTHON"),
@@ -25,12 +25,12 @@ RELEVANT = (
 SECRET = re.compile("KEY|TOKEN|SECRET|PASSW|CREDENTIAL|AUTH|COOKIE", re.IGNORECASE)
 
 
-@click.command(cls=terminal.Command, context_settings={"help_option_names": ["-h", "--help"]})
+@click.command(cls=terminal.Command)
 def command() -> None:
-    """Print what a report of an error needs: versions, machine, job and variables; secrets are left out."""
+    """Print what a bug report needs: versions, machine, job and variables, without secrets."""
     rows = [*_versions(), *_machine(), *_job(), *variables(os.environ)]
     width = max(len(name) for name, _ in rows)
-    with terminal.any_stdout(needed=True):
+    with terminal.guarded_stdout(needed=True):
         for name, value in rows:
             click.echo(f"{name:{width}}  {value}")
 
@@ -43,12 +43,12 @@ def _versions() -> Iterator[tuple[str, str]]:
 
 
 def _machine() -> Iterator[tuple[str, str]]:
-    found, limits = Machine.detect(), machine.limits_of_cgroup()
-    yield "platform", found.platform
+    detected, limits = Machine.detect(), machine.limits_of_cgroup()
+    yield "platform", detected.platform
     quota = "" if limits.cpus is None else f", {limits.cpus:g} in this container"
-    yield "cores", f"{found.cores} of {os.cpu_count()}{quota}, {found.cpu}"
+    yield "cores", f"{detected.cores} of {os.cpu_count()}{quota}, {detected.cpu}"
     limit = "" if limits.memory_bytes is None else f", {limits.memory_bytes / machine.GIB:.1f} GiB in this container"
-    yield "memory", f"{found.memory_bytes / machine.GIB:.1f} GiB{limit}"
+    yield "memory", f"{detected.memory_bytes / machine.GIB:.1f} GiB{limit}"
     yield "gpus", ", ".join(gpus.by_driver()[0]) or "none"
 
 
@@ -60,17 +60,12 @@ def _job() -> Iterator[tuple[str, str]]:
 
 
 def variables(environment: Mapping[str, str]) -> Iterator[tuple[str, str]]:
-    """The relevant variables by name, without secrets: values of such names, and passwords in addresses."""
+    """Yields names and values of the relevant variables, sorted, without secret values and passwords in URLs."""
     for name in sorted(environment):
         if name.startswith(RELEVANT):
-            plain = re.sub(r"//[^/@\s]+@", "//...@", environment[name])
-            yield name, "(left out)" if SECRET.search(name) else plain
-
-
-def main() -> None:
-    """The command."""
-    command(prog_name="tfdist env")
+            without_password = re.sub(r"//[^/@\s]+@", "//...@", environment[name])
+            yield name, "(left out)" if SECRET.search(name) else without_password
 
 
 if __name__ == "__main__":
-    main()
+    command(prog_name="tfdist env")

@@ -1,4 +1,4 @@
-"""One finding of the doctor: a sentence about its subject, and what to do about it."""
+"""One finding of the doctor: a sentence about a subject, and what to do about it."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ from typing import Literal
 
 from tfdist.errors import TfdistError
 
-# A note is what the user should know, and what does not keep any strategy from running.
+# A note is something that the user should know, but that keeps no strategy from running.
 State = Literal["ok", "note", "problem"]
 
 
 @dataclass(frozen=True)
 class Finding:
-    """What was found out about a subject.
+    """A finding about a subject.
 
     Attributes:
         subject: such as "memory".
         state: "ok", "note" or "problem".
-        sentence: what was found; for a problem, also what is wrong with it.
+        sentence: the observation; for a problem, also what is wrong.
         hint: what to do; empty if there is nothing to do.
     """
 
@@ -29,25 +29,25 @@ class Finding:
 
     @property
     def is_problem(self) -> bool:
-        """Whether something does not work."""
+        """Whether the state is "problem"."""
         return self.state == "problem"
 
 
 def ok(subject: str, sentence: str) -> Finding:
-    """What is as it should be."""
+    """A finding that needs no action."""
     return Finding(subject, "ok", sentence)
 
 
 def note(subject: str, sentence: str, hint: str = "") -> Finding:
-    """What the user should know."""
+    """A finding that the user should know."""
     return Finding(subject, "note", sentence, hint)
 
 
 def problem(subject: str, sentence: str, hint: str) -> Finding:
-    """What does not work."""
+    """A finding that keeps a strategy from running."""
     return Finding(subject, "problem", sentence, hint)
 
 
 def of_error(subject: str, error: TfdistError) -> Finding:
-    """The problem that an error of tfdist tells."""
+    """The problem that corresponds to an error of tfdist."""
     return problem(subject, error.sentence, error.hint)

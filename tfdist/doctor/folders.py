@@ -1,4 +1,4 @@
-"""The folders of datasets, caches, runs and temporary files: are they there, can they be written, is there space?"""
+"""Checks that the folders of datasets, caches, runs and temporary files exist, are writable and have space."""
 
 from __future__ import annotations
 
@@ -16,34 +16,34 @@ from tfdist.errors import DataError
 
 GIB = 1 << 30
 FEW_BYTES, TOO_FEW_BYTES = GIB, 16 << 20
-MOST_NAMES = 12
+MOST_NAMES = 12  # datasets to list
 
 
 def findings(data_dir: Path | None = None) -> list[Finding]:
-    """What was found out about folders; `data_dir` is that of datasets, as `--data-dir` of `tfdist train`."""
+    """The findings about folders; `data_dir` is the folder of datasets, as for `tfdist train --data-dir`."""
     return [
-        *_of_datasets(data_dir),
-        *_of_runs(),
-        *_needed("temporary files", _temporary(), "set `TMPDIR` to a folder that can be written"),
-        *_of_caches(),
+        *_datasets(data_dir),
+        *_runs(),
+        *_required("temporary files", _temporary(), "set `TMPDIR` to a writable folder"),
+        *_caches(),
     ]
 
 
-def _of_datasets(data_dir: Path | None) -> Iterator[Finding]:
+def _datasets(data_dir: Path | None) -> Iterator[Finding]:
     subject = "datasets"
     try:
         folder = tfds_prepare.data_folder(data_dir)
     except DataError as error:
         yield of_error(subject, error)
         return
-    there = _prepared(folder)
-    listed = ", ".join(there[:MOST_NAMES]) + (f" and {len(there) - MOST_NAMES} more" if len(there) > MOST_NAMES else "")
-    has = f"`{folder}` has {listed}" if there else f"`{folder}` has no prepared dataset"
-    wrong = _what_is_wrong_with(folder)
-    if wrong:
+    names = _prepared(folder)
+    listed = ", ".join(names[:MOST_NAMES]) + (f" and {len(names) - MOST_NAMES} more" if len(names) > MOST_NAMES else "")
+    has = f"`{folder}` has {listed}" if names else f"`{folder}` has no prepared dataset"
+    reason = _why_not_writable(folder)
+    if reason:
         yield note(
             subject,
-            f"{has}, and others cannot be prepared there: {wrong}",
+            f"{has}, and others cannot be prepared there: {reason}",
             "choose another folder with `--data-dir` or `TFDS_DATA_DIR` to prepare more; `digits` needs no files",
         )
     else:
@@ -51,7 +51,7 @@ def _of_datasets(data_dir: Path | None) -> Iterator[Finding]:
 
 
 def _prepared(folder: Path) -> list[str]:
-    """The datasets in a folder of TFDS, each a folder of versions, or of configurations with versions."""
+    """The datasets in a TFDS folder; each is a folder of versions, or of configurations with versions."""
     with contextlib.suppress(OSError):
         return sorted(
             path.name
@@ -61,48 +61,48 @@ def _prepared(folder: Path) -> list[str]:
     return []
 
 
-def _needed(subject: str, folder: Path, hint: str) -> Iterator[Finding]:
-    wrong = _what_is_wrong_with(folder)
-    if wrong:
-        yield problem(subject, f"Nothing can be written to `{folder}`: {wrong}", hint)
+def _required(subject: str, folder: Path, hint: str) -> Iterator[Finding]:
+    reason = _why_not_writable(folder)
+    if reason:
+        yield problem(subject, f"Nothing can be written to `{folder}`: {reason}", hint)
     elif _free_bytes(folder) < FEW_BYTES:
         yield note(subject, f"`{folder}` has {_free(folder)} free", hint)
     else:
-        yield ok(subject, f"`{folder}` can be written, and has {_free(folder)} free")
+        yield ok(subject, f"`{folder}` is writable and has {_free(folder)} free")
 
 
-def _of_runs() -> Iterator[Finding]:
-    hint = "start in a folder that can be written, or use `--run-dir`"
+def _runs() -> Iterator[Finding]:
+    hint = "start in a writable folder, or use `--run-dir`"
     try:
         folder = Path("runs").absolute()
     except FileNotFoundError:
         yield problem("runs", "The working folder has been removed", hint)
     else:
-        yield from _needed("runs", folder, hint)
+        yield from _required("runs", folder, hint)
 
 
 def _temporary() -> Path:
     try:
         return Path(tempfile.gettempdir())
-    except FileNotFoundError:  # none of the usual folders can be written
+    except FileNotFoundError:  # none of the usual folders is writable
         return Path(os.environ.get("TMPDIR") or "/tmp")
 
 
-def _of_caches() -> Iterator[Finding]:
+def _caches() -> Iterator[Finding]:
     folder = cache_folder.root()
-    wrong = _what_is_wrong_with(folder)
-    if wrong:
+    reason = _why_not_writable(folder)
+    if reason:
         yield note(
             "caches",
-            f"Nothing can be kept in `{folder}`: {wrong}",
-            f"set `{cache_folder.FOLDER_VARIABLE}` to a folder that can be written",
+            f"Nothing can be written to `{folder}`: {reason}",
+            f"set `{cache_folder.FOLDER_VARIABLE}` to a writable folder",
         )
     else:
-        yield ok("caches", f"`{folder}` can be written")
+        yield ok("caches", f"`{folder}` is writable")
 
 
-def _what_is_wrong_with(folder: Path) -> str:
-    """Why nothing can be written to a folder, which may not exist yet; empty if it can."""
+def _why_not_writable(folder: Path) -> str:
+    """Why nothing can be written to a folder, which may not exist yet; empty if it is writable."""
     existing = _existing(folder)
     if not existing.is_dir():
         return f"`{existing}` is not a folder"
@@ -117,6 +117,7 @@ def _what_is_wrong_with(folder: Path) -> str:
 
 
 def _existing(folder: Path) -> Path:
+    """The folder or its closest existing parent."""
     for path in (folder, *folder.parents):
         with contextlib.suppress(OSError):
             if path.exists():

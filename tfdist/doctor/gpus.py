@@ -1,4 +1,4 @@
-"""Does TensorFlow see the GPUs of this machine, and can they exchange tensors by NCCL?"""
+"""Checks that TensorFlow sees the GPUs of this machine, and that NCCL loads."""
 
 from __future__ import annotations
 
@@ -16,28 +16,30 @@ SECONDS_TO_ANSWER = 20.0
 
 
 def findings() -> list[Finding]:
-    """What was found out about GPUs."""
-    present, silent = by_driver()
-    return [*silent, *of_tensorflow(engines.loaded("tensorflow"), present), *(nccl() if len(present) > 1 else [])]
+    """The findings about GPUs."""
+    present, problems = by_driver()
+    result = engines.load("tensorflow")
+    return [*problems, *tensorflow_findings(result, present), *(nccl() if len(present) > 1 else [])]
 
 
 def by_driver() -> tuple[list[str], list[Finding]]:
-    """The GPUs that NVIDIA's driver lists, such as `GPU 0: NVIDIA H100 80GB HBM3`, and the problem if it fails."""
+    """The GPUs that NVIDIA's driver lists, such as `GPU 0: NVIDIA H100 80GB HBM3`, and a problem if it fails."""
     if shutil.which("nvidia-smi") is None:
         return [], []
-    ended = child.run(["nvidia-smi", "-L"], SECONDS_TO_ANSWER)
-    if not ended.is_well:
-        said = f": {ended.last_line()}" if ended.last_line() else ""
-        return [], [problem(SUBJECT, f"`nvidia-smi` {ended.how()}{said}", "install, or load, NVIDIA's driver")]
-    lines = [line.strip() for line in ended.out.splitlines()]
+    result = child.run(["nvidia-smi", "-L"], SECONDS_TO_ANSWER)
+    if not result.succeeded:
+        detail = f": {result.last_line()}" if result.last_line() else ""
+        sentence = f"`nvidia-smi` {result.description()}{detail}"
+        return [], [problem(SUBJECT, sentence, "install or load the NVIDIA driver")]
+    lines = [line.strip() for line in result.out.splitlines()]
     return [line.partition(" (UUID")[0] for line in lines if line.startswith("GPU ")], []
 
 
-def of_tensorflow(loaded: engines.Loaded, present: list[str]) -> Iterator[Finding]:
-    """Whether TensorFlow, as it was `loaded`, sees the GPUs that are `present` for the driver."""
-    if loaded.error:
-        return  # which is told already
-    seen = loaded.facts["gpus"]
+def tensorflow_findings(result: engines.LoadResult, present: list[str]) -> Iterator[Finding]:
+    """Compares the GPUs that TensorFlow sees with those that the driver lists (`present`)."""
+    if result.error:
+        return  # already reported by `engines`
+    seen = result.facts["gpus"]
     hidden = os.environ.get(VISIBLE)
     if len(seen) < len(present) and hidden is not None:
         yield note(
@@ -49,32 +51,33 @@ def of_tensorflow(loaded: engines.Loaded, present: list[str]) -> Iterator[Findin
         yield problem(
             SUBJECT,
             f"TensorFlow sees {len(seen)} of the {len(present)} GPUs of this machine ({', '.join(present)})"
-            f"{_why(loaded)}",
+            f"{_why(result)}",
             f"pip install 'tensorflow[and-cuda]=={installed('tensorflow')}'",
         )
     elif seen:
         yield ok(
-            SUBJECT, f"TensorFlow sees {len(seen)}: {', '.join(seen)}; it was built for CUDA {loaded.facts['cuda']}"
+            SUBJECT, f"TensorFlow sees {len(seen)}: {', '.join(seen)}; it was built for CUDA {result.facts['cuda']}"
         )
     else:
-        yield ok(SUBJECT, "This machine has no GPU of NVIDIA's: TensorFlow computes on the CPU")
+        yield ok(SUBJECT, "This machine has no NVIDIA GPU: TensorFlow computes on the CPU")
 
 
-def _why(loaded: engines.Loaded) -> str:
-    if not loaded.facts["built_with_cuda"]:
+def _why(result: engines.LoadResult) -> str:
+    """Why TensorFlow sees fewer GPUs, as the end of a sentence; empty if unknown."""
+    if not result.facts["built_with_cuda"]:
         return ": it was built without CUDA"
-    said = [line for line in loaded.said.splitlines() if "dlopen" in line or "cuda drivers" in line.lower()]
-    return f": {said[0].partition('] ')[2] or said[0]}" if said else ""
+    messages = [line for line in result.stderr.splitlines() if "dlopen" in line or "cuda drivers" in line.lower()]
+    return f": {messages[0].partition('] ')[2] or messages[0]}" if messages else ""
 
 
 def nccl() -> Iterator[Finding]:
-    """Whether NCCL loads."""
-    loaded = engines.loaded("nccl")
-    if loaded.error:
+    """Checks that NCCL loads."""
+    result = engines.load("nccl")
+    if result.error:
         yield problem(
             SUBJECT,
-            "NCCL, by which several GPUs exchange tensors, does not load",
+            "NCCL, which GPUs use to exchange tensors, does not load",
             f"pip install 'tensorflow[and-cuda]=={installed('tensorflow')}'",
         )
     else:
-        yield ok(SUBJECT, f"NCCL {loaded.facts['version']} loads")
+        yield ok(SUBJECT, f"NCCL {result.facts['version']} loads")

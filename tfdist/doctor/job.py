@@ -1,4 +1,4 @@
-"""What describes a job here: TF_CONFIG with its hosts and ports, Slurm, or the variables of an MPI launcher."""
+"""Checks the variables that describe a job: TF_CONFIG with its hosts and ports, Slurm, or those of an MPI launcher."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from tfdist.jobs import cluster_file, ports, slurm
 from tfdist.jobs.world import PMI, VARIABLES_OF_RANKS, World
 
 SUBJECT = "job"
-MOST_HOSTS = 256  # that are looked up
-HEADED = 4  # so many names are written out
+MOST_HOSTS = 256  # hosts whose names are resolved
+MOST_NAMED = 4  # unresolved hosts that are named in a finding
 
 
 def findings(environment: Mapping[str, str] = os.environ) -> list[Finding]:
-    """What was found out about the job that this process is in, or could be in."""
-    return [*described(environment), *_slurm(environment)]
+    """The findings about the job of this process, and about Slurm."""
+    return [*job_findings(environment), *_slurm(environment)]
 
 
 def malformed(environment: Mapping[str, str] = os.environ) -> list[Finding]:
-    """The problem of variables that describe no job that can be; empty if there is none."""
+    """The problem of variables that describe an impossible job; empty if there is none."""
     try:
         World.detect(environment)
     except UsageError as error:
@@ -32,43 +32,43 @@ def malformed(environment: Mapping[str, str] = os.environ) -> list[Finding]:
     return []
 
 
-def described(environment: Mapping[str, str] = os.environ) -> list[Finding]:
-    """Whether the job that variables describe can be, and whether this process can have its address in it."""
-    wrong = malformed(environment)
-    if wrong:
-        return wrong
+def job_findings(environment: Mapping[str, str] = os.environ) -> list[Finding]:
+    """Checks that the described job is possible, and that this process can listen on its address in it."""
+    problems = malformed(environment)
+    if problems:
+        return problems
     world = World.detect(environment)
     if world.source == "alone":
         return [ok(SUBJECT, "No variable describes a job: a process that is started here trains alone")]
-    found = [*_other_descriptions(world, environment), *_hosts(world), *_own_address(world)]
-    place = f"By {world.source}, this process is rank {world.rank} of {world.world_size}"
-    return found if any(one.is_problem for one in found) else [ok(SUBJECT, place), *found]
+    findings = [*_other_descriptions(world, environment), *_hosts(world), *_own_address(world)]
+    sentence = f"{world.source} makes this process rank {world.rank} of {world.world_size}"
+    return findings if any(finding.is_problem for finding in findings) else [ok(SUBJECT, sentence), *findings]
 
 
-def of_several(environment: Mapping[str, str] = os.environ) -> bool:
-    """Whether variables describe a job of several processes, which can be."""
+def has_several_processes(environment: Mapping[str, str] = os.environ) -> bool:
+    """Whether the variables describe a valid job of several processes."""
     return not malformed(environment) and World.detect(environment).world_size > 1
 
 
-def of_one_process(strategy: str, environment: Mapping[str, str] = os.environ) -> list[Finding]:
-    """The problem of a strategy that trains in one process, in a job of several; empty outside of one."""
-    if not of_several(environment):
+def single_process_findings(strategy: str, environment: Mapping[str, str] = os.environ) -> list[Finding]:
+    """The problem of a strategy that trains in one process within a job of several processes; empty elsewhere."""
+    if not has_several_processes(environment):
         return []
     world = World.detect(environment)
     others = ", ".join(strategies.having("processes"))
-    unset = f"unset {cluster_file.TF_CONFIG}" if world.source == cluster_file.TF_CONFIG else "start one process alone"
+    unset = f"unset {cluster_file.TF_CONFIG}" if world.source == cluster_file.TF_CONFIG else "start a single process"
     return [
         problem(
             SUBJECT,
             f"{world.source} describes {world.world_size} processes, and `{strategy}` trains in one: `tfdist train` "
-            "refuses it there, and a script would train a model of its own in each process",
+            "refuses this, and a script would train a separate model in each process",
             f"{unset} to train in this process alone, or use one of {others}",
         )
     ]
 
 
 def _other_descriptions(world: World, environment: Mapping[str, str]) -> Iterator[Finding]:
-    """Says where several descriptions are there, of which one counts."""
+    """Reports descriptions of the job that are ignored in favour of another one."""
     known = {
         cluster_file.TF_CONFIG: cluster_file.TF_CONFIG,
         **{names[0]: source for source, names in {**VARIABLES_OF_RANKS, **PMI}.items()},
@@ -79,26 +79,27 @@ def _other_descriptions(world: World, environment: Mapping[str, str]) -> Iterato
         yield note(
             SUBJECT,
             f"The job is described by {world.source}, and also by {', '.join(f'`{name}`' for name in others)}, which "
-            "do not count",
-            "start the processes by one of these alone",
+            "are ignored",
+            "start the processes with only one of these",
         )
 
 
 def _hosts(world: World) -> Iterator[Finding]:
-    """Hosts without an address."""
-    found = network.look_up(list(dict.fromkeys(task.host for task in world.tasks))[:MOST_HOSTS])
-    lost = [host for host, addresses in found.items() if addresses is None]
-    if lost:
-        names = ", ".join(f"`{host}`" for host in lost[:HEADED]) + (" and others" if len(lost) > HEADED else "")
+    """Reports hosts whose names have no address."""
+    addresses = network.look_up(list(dict.fromkeys(task.host for task in world.tasks))[:MOST_HOSTS])
+    unresolved = [host for host in addresses if addresses[host] is None]
+    if unresolved:
+        names = ", ".join(f"`{host}`" for host in unresolved[:MOST_NAMED])
+        more = " and others" if len(unresolved) > MOST_NAMED else ""
         yield problem(
             SUBJECT,
-            f"{world.source} names {names}, and this machine finds no address of that name",
-            "correct the name, add it to /etc/hosts, or write an address in its place",
+            f"{world.source} names {names}{more}, which this machine cannot resolve",
+            "correct the name, add it to /etc/hosts, or use an address instead",
         )
 
 
 def _own_address(world: World) -> Iterator[Finding]:
-    """Whether the address of this process is this machine's, and its port is free."""
+    """Checks that the address of this process belongs to this machine and that its port is free."""
     task = world.task
     if task is None:
         return
@@ -106,7 +107,7 @@ def _own_address(world: World) -> Iterator[Finding]:
     if addresses is not None and not network.is_here(task.host, addresses):
         yield problem(
             SUBJECT,
-            f"{world.source} says that this process is {task}, and `{task.host}` leads to {', '.join(addresses)}, "
+            f"{world.source} says that this process is {task}, but `{task.host}` resolves to {', '.join(addresses)}, "
             "which no network interface of this machine has",
             "start this process on that host, or correct the `task`, or the host's entry in /etc/hosts",
         )
@@ -116,7 +117,7 @@ def _own_address(world: World) -> Iterator[Finding]:
         yield problem(
             SUBJECT,
             f"Port {task.port} of this process, {task}, cannot be listened on: {error.strerror}",
-            f"end the program that holds it (`ss -ltnp sport = :{task.port}`), or give the task another port",
+            f"end the program that uses it (`ss -ltnp sport = :{task.port}`), or give the task another port",
         )
 
 
@@ -124,11 +125,11 @@ def _slurm(environment: Mapping[str, str]) -> Iterator[Finding]:
     if slurm.JOB in environment and slurm.RANK not in environment:
         yield note(
             "Slurm",
-            f"This is in the allocation of job {environment[slurm.JOB]}, and not in one of its steps: a process that "
+            f"This is in the allocation of job {environment[slurm.JOB]} but not in one of its steps: a process that "
             "is started here trains alone",
             "start the processes with `srun`",
         )
     elif shutil.which("srun") is None:
-        yield ok("Slurm", "There is no `srun` on the path: this machine is not in a cluster of Slurm's")
+        yield ok("Slurm", "There is no `srun` on the path: this machine is not in a Slurm cluster")
     else:
         yield ok("Slurm", f"`{shutil.which('srun')}` starts the processes of a job; see docs/slurm.md")

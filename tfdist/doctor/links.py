@@ -1,4 +1,4 @@
-"""An all-reduce of two real processes on this machine, over each engine that is there, with latency and bandwidth."""
+"""Measures latency and bandwidth of an all-reduce between two processes on this machine, over each available engine."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from tfdist.doctor.finding import Finding, ok, problem
 SUBJECT = "all-reduce"
 SECONDS_TO_MEASURE = 120.0
 SECONDS_TO_START = 45.0
-# What carries the tensors of a strategy, and the options with which the launcher starts its processes.
+# The transport of a strategy's tensors, and the launcher's options for its processes.
 ENGINES = {"multiworker": ("sockets", ()), "horovod": ("Gloo", ()), "mpi_split": ("MPI", ("--mpi",))}
 
 
 @dataclass(frozen=True)
 class Link:
-    """How fast two processes of this machine add up, by an all-reduce inside a graph as in a training step.
+    """The speed of an all-reduce between two processes of this machine, inside a graph as in a training step.
 
     Attributes:
-        engine: "sockets", "Gloo" or "MPI", by which `multiworker`, `horovod` and `mpi_split` exchange tensors.
+        engine: "sockets", "Gloo" or "MPI", the transports of `multiworker`, `horovod` and `mpi_split`.
         latency_microseconds: the time of an all-reduce of `small_bytes`.
-        gigabytes_per_second: the size of a large message, `large_bytes`, by the time of its all-reduce, in 10^9 bytes.
+        gigabytes_per_second: `large_bytes` divided by the time of its all-reduce, in 10^9 bytes per second.
         small_bytes: the size of the small message.
         large_bytes: the size of the large message.
     """
@@ -41,15 +41,15 @@ class Link:
 
 
 @dataclass(frozen=True)
-class Tried:
-    """A measurement, or why there is none.
+class Measurement:
+    """A measurement, or the reason why it failed.
 
     Attributes:
-        engine: as of `Link`.
-        strategy: the strategy that uses it.
-        link: `None` if the two processes could not add up.
-        error: what they said then.
-        hint: what to do then.
+        engine: as in `Link`.
+        strategy: the strategy that uses the engine.
+        link: the result; `None` if the all-reduce failed.
+        error: the error of the processes, if it failed.
+        hint: what to do, if it failed.
     """
 
     engine: str
@@ -59,75 +59,71 @@ class Tried:
     hint: str = ""
 
 
-def measure() -> list[Tried]:
-    """Measures over sockets, and over Gloo and MPI where Horovod and mpi4py load; one after the other."""
-    there = []
-    if not engines.loaded("tensorflow").error:
-        there.append("multiworker")
-    if "Gloo" in engines.loaded("horovod").facts.get("built_with", []):
-        there.append("horovod")
-    if not engines.loaded("mpi4py").error and "Open MPI" in (engines.mpirun() or ""):
-        there.append("mpi_split")
-    return [between_two_processes(strategy) for strategy in there]
+def measure() -> list[Measurement]:
+    """Measures over sockets, and over Gloo and MPI if Horovod and mpi4py load, one after the other."""
+    strategies = []
+    if not engines.load("tensorflow").error:
+        strategies.append("multiworker")
+    if "Gloo" in engines.load("horovod").facts.get("built_with", []):
+        strategies.append("horovod")
+    if not engines.load("mpi4py").error and "Open MPI" in (engines.mpirun() or ""):
+        strategies.append("mpi_split")
+    return [between_two_processes(strategy) for strategy in strategies]
 
 
-def between_two_processes(strategy: str) -> Tried:
-    """Starts a job of two processes of `strategy`, one of `ENGINES`, and times their all-reduce."""
+def between_two_processes(strategy: str) -> Measurement:
+    """Starts a job of two processes of `strategy`, a key of `ENGINES`, and times their all-reduce."""
     try:
         with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
             return _job(strategy, Path(folder))
     except OSError as error:
-        hint = "set `TMPDIR` to a folder that can be written"
-        return Tried(ENGINES[strategy][0], strategy, None, f"they were not started: {error.strerror}", hint)
+        hint = "set `TMPDIR` to a writable folder"
+        return Measurement(ENGINES[strategy][0], strategy, None, f"they could not be started: {error.strerror}", hint)
 
 
-def _job(strategy: str, folder: Path) -> Tried:
-    """Runs the job, whose files are in `folder`."""
+def _job(strategy: str, folder: Path) -> Measurement:
+    """Runs the job, with its files in `folder`."""
     engine, options = ENGINES[strategy]
     results, logs = folder / "results.json", folder / "logs"
     job = ["--workers", "2", *options, "--log-dir", str(logs), "--start-seconds", f"{SECONDS_TO_START:g}"]
     program = ["-m", "tfdist.doctor.measuring", strategy, str(results)]
-    # These engines exchange tensors from the memory of the host, and a machine may have one GPU for both.
-    hidden = {"CUDA_VISIBLE_DEVICES": "-1"}
-    ended = child.run([sys.executable, "-m", "tfdist.launch", *job, *program], SECONDS_TO_MEASURE, hidden)
-    if ended.is_well:
-        return Tried(engine, strategy, Link(engine=engine, **json.loads(results.read_text(encoding="utf-8"))))
-    error, hint = _cause(ended, logs)
-    return Tried(engine, strategy, None, f"their launcher {ended.how()}: {error}", hint or _shown(strategy))
+    # These engines exchange tensors in host memory, and two processes may have to share one GPU.
+    without_gpus = {"CUDA_VISIBLE_DEVICES": "-1"}
+    result = child.run([sys.executable, "-m", "tfdist.launch", *job, *program], SECONDS_TO_MEASURE, without_gpus)
+    if result.succeeded:
+        return Measurement(engine, strategy, Link(engine=engine, **json.loads(results.read_text(encoding="utf-8"))))
+    error, hint = _cause(result, logs)
+    # This command shows all messages of the processes.
+    command = "python -m tfdist.train --workers 2 --model mlp --dataset digits --epochs 1 --verbose --strategy"
+    error = f"their launcher {result.description()}: {error}"
+    return Measurement(engine, strategy, None, error, hint or f"{command} {strategy}")
 
 
-def _shown(strategy: str) -> str:
-    """The command that shows all that the processes of a strategy say."""
-    return f"python -m tfdist.train --strategy {strategy} --workers 2 --model mlp --dataset digits --epochs 1 --verbose"
-
-
-def _cause(ended: child.Ended, logs: Path) -> tuple[str, str]:
-    """The last error that a process of a job, or its launcher, has told, and its hint if it is one of tfdist's."""
+def _cause(result: child.Result, logs: Path) -> tuple[str, str]:
+    """The last error of a process of the job, or of its launcher, and the hint of an error of tfdist."""
     texts = [path.read_text(encoding="utf-8", errors="replace") for path in sorted(logs.rglob("*")) if path.is_file()]
-    told = re.findall(
-        r"^(?:error|[\w.]+(?:Error|Exception)): .*(?:\n\nhint: .*)?", "\n".join([*texts, ended.err]), re.M
+    errors = re.findall(
+        r"^(?:error|[\w.]+(?:Error|Exception)): .*(?:\n\nhint: .*)?", "\n".join([*texts, result.err]), re.M
     )
-    error, _, hint = (told or [ended.last_line()])[-1].partition("\n\nhint: ")
+    error, _, hint = (errors or [result.last_line()])[-1].partition("\n\nhint: ")
     return error.removeprefix("error: "), hint
 
 
-def findings(tried: list[Tried]) -> Iterator[Finding]:
+def findings(measurements: list[Measurement]) -> Iterator[Finding]:
     """The findings about measurements."""
-    for one in tried:
-        if one.link is None:
+    for measurement in measurements:
+        link = measurement.link
+        if link is None:
             yield problem(
                 SUBJECT,
-                f"Two processes of `{one.strategy}` could not add up over {one.engine}: {one.error}",
-                one.hint,
+                f"Two processes of `{measurement.strategy}` could not all-reduce over {measurement.engine}: "
+                f"{measurement.error}",
+                measurement.hint,
             )
         else:
-            yield ok(SUBJECT, described(one.link))
-
-
-def described(link: Link) -> str:
-    """A measurement in words."""
-    small, large = terminal.counted(link.small_bytes, "byte"), f"{link.large_bytes >> 20} MiB"
-    return (
-        f"Two processes add up {small} over {link.engine} in {link.latency_microseconds:,.0f} us, and {large} at "
-        f"{link.gigabytes_per_second:.2f} GB/s"
-    )
+            small, large = terminal.counted(link.small_bytes, "byte"), f"{link.large_bytes >> 20} MiB"
+            yield ok(
+                SUBJECT,
+                f"Two processes all-reduce {small} over {link.engine} in {link.latency_microseconds:,.0f} us, and "
+                f"{large} at {link.gigabytes_per_second:.2f} GB/s",
+            )

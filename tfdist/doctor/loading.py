@@ -1,6 +1,6 @@
-"""`python -m tfdist.doctor.loading ENGINE`: loads TensorFlow, mpi4py or Horovod, and prints what was found as JSON.
+"""`python -m tfdist.doctor.loading ENGINE`: loads TensorFlow, mpi4py, Horovod or NCCL, and prints facts as JSON.
 
-Runs in a child process of the doctor; an error of tfdist is printed as its sentence and its hint.
+Runs in a child process of the doctor. For an error of tfdist, its sentence and its hint are printed.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from typing import Any
 from tfdist import startup
 from tfdist.errors import TfdistError
 
-# Imported names whose version may be another one than that of the installed package, by the package.
+# For each package, the module whose version may differ from that of the installed package.
 MODULES = {"tensorflow": "tensorflow", "keras": "keras", "numpy": "numpy", "protobuf": "google.protobuf"}
 
 
 def tensorflow() -> dict[str, Any]:
-    """Versions and places of the modules, and the devices that TensorFlow sees."""
+    """Versions and files of the modules, and the devices that TensorFlow sees."""
     startup.require_tensorflow_backend()
     import tensorflow as tf
 
-    tf.constant(1.0).numpy()  # starts the runtime, which finds the devices
+    tf.constant(1.0).numpy()  # starts the runtime, which detects the devices
     gpus = tf.config.list_physical_devices("GPU")
     return {
         "modules": {package: _module(name) for package, name in MODULES.items()},
@@ -43,29 +43,25 @@ def mpi4py() -> dict[str, Any]:
 
 
 def horovod() -> dict[str, Any]:
-    """What Horovod was built with."""
+    """The transports with which Horovod was built."""
     from tfdist.groups import horovod as engine
 
     hvd = engine.load()
     built = {"MPI": hvd.mpi_built(), "Gloo": hvd.gloo_built(), "NCCL": hvd.nccl_built()}
-    return {"built_with": [name for name, there in built.items() if there]}
+    return {"built_with": [name for name, included in built.items() if included]}
 
 
 def nccl() -> dict[str, Any]:
-    """The version of NCCL, of the package that TensorFlow's CUDA libraries come in or of the system."""
+    """The version of NCCL, from the package of TensorFlow's CUDA libraries if it is installed, else from the system."""
     try:
-        places = [Path(place) for place in importlib.import_module("nvidia.nccl").__path__]
+        folders = [Path(folder) for folder in importlib.import_module("nvidia.nccl").__path__]
     except ImportError:
-        places = []
-    installed = [str(place / "lib" / "libnccl.so.2") for place in places]
+        folders = []
+    installed = [str(folder / "lib" / "libnccl.so.2") for folder in folders]
     library = next((path for path in installed if os.path.exists(path)), "libnccl.so.2")
-    number = ctypes.c_int()
-    ctypes.CDLL(library).ncclGetVersion(ctypes.byref(number))
-    return {
-        "version": ".".join(
-            str(part) for part in (number.value // 10000, number.value // 100 % 100, number.value % 100)
-        )
-    }
+    version = ctypes.c_int()
+    ctypes.CDLL(library).ncclGetVersion(ctypes.byref(version))
+    return {"version": f"{version.value // 10000}.{version.value // 100 % 100}.{version.value % 100}"}
 
 
 def _module(name: str) -> dict[str, str]:
@@ -74,13 +70,13 @@ def _module(name: str) -> dict[str, str]:
 
 
 def main(engine: str) -> None:
-    """Prints one line of JSON, whatever else the libraries print."""
+    """Prints the facts as one line of JSON, after whatever the libraries print."""
     try:
-        found = globals()[engine]()
+        facts = globals()[engine]()
     except TfdistError as error:
-        found = {"error": error.sentence, "hint": error.hint}
-    print(f"\n{json.dumps(found)}", flush=True)
-    os._exit(0)  # an engine that has loaded may still fail, or wait, where it ends
+        facts = {"error": error.sentence, "hint": error.hint}
+    print(f"\n{json.dumps(facts)}", flush=True)
+    os._exit(0)  # an engine that has loaded may still crash or block at exit
 
 
 if __name__ == "__main__":

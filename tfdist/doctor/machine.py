@@ -1,4 +1,4 @@
-"""Cores, memory, open files and the clock: what this process may use of the machine, and what is too little."""
+"""Checks the cores, memory and open files that this process may use, and the clock."""
 
 from __future__ import annotations
 
@@ -18,26 +18,26 @@ from tfdist.jobs.job_environment import cores
 from tfdist.launcher import descriptors
 
 GIB = 1 << 30
-# TensorFlow and Keras alone take 0.6 GiB in each process.
+# TensorFlow and Keras alone take 0.6 GiB per process.
 LEAST_MEMORY_BYTES = GIB
-# Docker's default is 64 MiB; NCCL and MPI exchange tensors between the processes of a machine there.
+# Docker's default is 64 MiB; NCCL and MPI exchange tensors between processes through this folder.
 SHARED_FOLDER, LEAST_SHARED_BYTES = Path("/dev/shm"), 256 << 20
-# A launcher needs one per process, and an agent three; a training opens its files beside them.
+# A launcher needs one per process, an agent three, and training opens its own files.
 LEAST_FILES, USUAL_FILES = 128, 1024
 CGROUPS = Path("/sys/fs/cgroup")
 CGROUP_OF_PROCESS = Path("/proc/self/cgroup")
-UNLIMITED_BYTES = 1 << 60  # version 1 writes a number close to 2 ** 63 where there is no limit
+UNLIMITED_BYTES = 1 << 60  # cgroup version 1 writes a number close to 2 ** 63 if there is no limit
 THREADS = ("OMP_NUM_THREADS", "TF_NUM_INTRAOP_THREADS", "TF_NUM_INTEROP_THREADS")
 
 
 def findings() -> list[Finding]:
-    """What was found out about this machine."""
+    """The findings about this machine."""
     limits, memory = limits_of_cgroup(), psutil.virtual_memory()
     return [
-        *of_cores(limits, cores(), os.cpu_count() or 1),
+        *core_findings(limits, cores(), os.cpu_count() or 1),
         *_threads(),
-        *of_memory(limits, memory.total, memory.available),
-        *_addresses(),
+        *memory_findings(limits, memory.total, memory.available),
+        *_address_space(),
         *_shared_memory(),
         *open_files(),
         *clock(Path(__file__)),
@@ -46,11 +46,11 @@ def findings() -> list[Finding]:
 
 @dataclass(frozen=True)
 class Limits:
-    """What a container, or another cgroup, may use; `None` is without limit.
+    """The limits of a container or another cgroup; `None` means unlimited.
 
     Attributes:
         cpus: the mean number of cores that may compute at a time.
-        memory_bytes: the memory of all its processes.
+        memory_bytes: the memory of all processes together.
     """
 
     cpus: float | None = None
@@ -58,13 +58,13 @@ class Limits:
 
 
 def limits_of_cgroup(root: Path = CGROUPS, own: Path = CGROUP_OF_PROCESS) -> Limits:
-    """The limits of the cgroup of this process and of those above it.
+    """The tightest limits among the cgroup of this process and its parents.
 
     Args:
-        root: where cgroups are mounted; version 2, or the folders `cpu` and `memory` of version 1.
+        root: the mount point of cgroups; version 2, or the folders `cpu` and `memory` of version 1.
         own: the file that names the cgroup of this process.
 
-    Source: Linux' documentation, admin-guide/cgroup-v2.rst and scheduler/sched-bwc.rst.
+    Source: the Linux documentation, admin-guide/cgroup-v2.rst and scheduler/sched-bwc.rst.
     """
     cpus, memory = [], []
     for folder in _folders(root, own):
@@ -74,21 +74,21 @@ def limits_of_cgroup(root: Path = CGROUPS, own: Path = CGROUP_OF_PROCESS) -> Lim
         if all(part.isdigit() for part in quota) and int(quota[1]):
             cpus.append(int(quota[0]) / int(quota[1]))
         for name in ("memory.max", "memory.limit_in_bytes"):
-            found = _read(folder / name) or ""
-            if found.isdigit() and int(found) < UNLIMITED_BYTES:
-                memory.append(int(found))
+            limit = _read(folder / name) or ""
+            if limit.isdigit() and int(limit) < UNLIMITED_BYTES:
+                memory.append(int(limit))
     return Limits(min(cpus, default=None), min(memory, default=None))
 
 
 def _folders(root: Path, own: Path) -> Iterator[Path]:
-    """The folders of the cgroups of this process, with those above them."""
+    """The folders of the cgroups of this process and of their parents."""
     for line in (_read(own) or "0::/").splitlines():
         _, controllers, name = [*line.split(":", 2), "", ""][:3]
         for controller in controllers.split(",") if controllers else [""]:
             top = root / controller
-            # In a container the name may be that of the host; its own limits are at the top then.
+            # In a container the name may be the one on the host; the container's limits are then at the top.
             folder = top / name.lstrip("/")
-            yield from (place for place in (folder, *folder.parents) if place == top or top in place.parents)
+            yield from (path for path in (folder, *folder.parents) if path == top or top in path.parents)
 
 
 def _read(path: Path) -> str | None:
@@ -98,28 +98,29 @@ def _read(path: Path) -> str | None:
         return None
 
 
-def of_cores(limits: Limits, own: int, all_of_machine: int) -> Iterator[Finding]:
-    """Whether this process may use all cores.
+def core_findings(limits: Limits, usable: int, total: int) -> Iterator[Finding]:
+    """Checks that this process may use all cores.
 
     Args:
-        limits: of its cgroup.
-        own: the number of cores on which it may run.
-        all_of_machine: the number of cores of the machine.
+        limits: the limits of its cgroup.
+        usable: the number of cores on which this process may run.
+        total: the number of cores of the machine.
     """
-    if limits.cpus is not None and limits.cpus < own:
+    if limits.cpus is not None and limits.cpus < usable:
         yield note(
             "cores",
-            f"This container may compute on {limits.cpus:g} cores at a time, and TensorFlow starts threads for {own}",
+            f"This container may compute on {limits.cpus:g} cores at a time, and TensorFlow starts threads for "
+            f"{usable}",
             f"use `--strategy-option threads={max(1, int(limits.cpus))}`, or give the container more",
         )
-    elif own < all_of_machine:
+    elif usable < total:
         yield note(
             "cores",
-            f"This process may use {own} of the {all_of_machine} cores of the machine",
+            f"This process may use {usable} of the {total} cores of the machine",
             "if it should use more, see `taskset`, or the options of the scheduler, such as `--cpus-per-task`",
         )
     else:
-        yield ok("cores", f"{own}, and this process may use all of them")
+        yield ok("cores", f"{usable}, and this process may use all of them")
 
 
 def _threads() -> Iterator[Finding]:
@@ -127,19 +128,19 @@ def _threads() -> Iterator[Finding]:
         if name in os.environ:
             yield note(
                 "cores",
-                f"`{name}` is `{os.environ[name]}`, which sets the number of threads of TensorFlow or of NumPy",
+                f"`{name}` is `{os.environ[name]}`, which sets the number of threads of TensorFlow or NumPy",
                 f"unset `{name}`, and use `--strategy-option threads=N`",
             )
 
 
-def of_memory(limits: Limits, total: int, available: int) -> Iterator[Finding]:
-    """Whether there is enough memory; `total` and `available` are bytes of the machine."""
+def memory_findings(limits: Limits, total: int, available: int) -> Iterator[Finding]:
+    """Checks that there is enough memory; `total` and `available` are in bytes, for the machine."""
     if limits.memory_bytes is not None and limits.memory_bytes < total:
         yield note(
             "memory",
             f"This container may use {limits.memory_bytes / GIB:.1f} GiB of the {total / GIB:.1f} GiB of the machine, "
             "and is killed above that",
-            "give the container more, or see `tfdist memory` for what a training needs",
+            "give the container more, or see with `tfdist memory` how much training needs",
         )
     if available < LEAST_MEMORY_BYTES:
         yield problem("memory", f"{available / GIB:.1f} GiB are available", "end other programs, or add memory")
@@ -147,34 +148,34 @@ def of_memory(limits: Limits, total: int, available: int) -> Iterator[Finding]:
         yield ok("memory", f"{total / GIB:.1f} GiB, of which {available / GIB:.1f} GiB are available")
 
 
-def _addresses() -> Iterator[Finding]:
+def _address_space() -> Iterator[Finding]:
     limit = resource.getrlimit(resource.RLIMIT_AS)[0]
     if limit != resource.RLIM_INFINITY:
         yield note(
             "memory",
-            f"A process may have {limit / GIB:.1f} GiB of addresses, and TensorFlow reserves more than it uses",
+            f"A process may reserve {limit / GIB:.1f} GiB of address space, and TensorFlow reserves more than it uses",
             "raise it with `ulimit -v unlimited`",
         )
 
 
 def _shared_memory() -> Iterator[Finding]:
     try:
-        there = shutil.disk_usage(SHARED_FOLDER)
+        usage = shutil.disk_usage(SHARED_FOLDER)
     except OSError as error:
         yield note("shared memory", f"`{SHARED_FOLDER}` cannot be used: {error.strerror}", f"mount `{SHARED_FOLDER}`")
         return
-    if there.free < LEAST_SHARED_BYTES:
+    if usage.free < LEAST_SHARED_BYTES:
         yield note(
             "shared memory",
-            f"`{SHARED_FOLDER}` has {there.free >> 20} MiB free, and NCCL and MPI exchange tensors there",
+            f"`{SHARED_FOLDER}` has {usage.free >> 20} MiB free, and NCCL and MPI use it to exchange tensors",
             "start the container with `--shm-size=1g` (Docker), or mount a larger `/dev/shm`",
         )
     else:
-        yield ok("shared memory", f"`{SHARED_FOLDER}` has {there.free / GIB:.1f} GiB free")
+        yield ok("shared memory", f"`{SHARED_FOLDER}` has {usage.free / GIB:.1f} GiB free")
 
 
 def open_files() -> Iterator[Finding]:
-    """Whether a process may open enough files for a job."""
+    """Checks that a process may open enough files for a job."""
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     count = "any number of" if hard == resource.RLIM_INFINITY else f"{hard:,}"
     sentence = f"A process may open {count} files"
@@ -189,13 +190,13 @@ def open_files() -> Iterator[Finding]:
 
 
 def clock(file: Path) -> Iterator[Finding]:
-    """Whether the clock is right: it cannot be earlier than the last change of `file`, one of tfdist's."""
+    """Checks that the clock is not earlier than the last change of `file`, a file of tfdist."""
     now = datetime.now(UTC)
     written = datetime.fromtimestamp(file.stat().st_mtime, UTC)
     if now < written:
         yield problem(
             "clock",
-            f"It is {now:%Y-%m-%d %H:%M} UTC by the clock, and `{file}` was written at {written:%Y-%m-%d %H:%M}",
+            f"The clock shows {now:%Y-%m-%d %H:%M} UTC, but `{file}` was written at {written:%Y-%m-%d %H:%M}",
             "set the clock (`timedatectl set-ntp true`): downloads and file times depend on it",
         )
     else:

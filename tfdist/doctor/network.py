@@ -1,4 +1,4 @@
-"""Loopback, the host's name, and what stands between the processes of a job: proxies, and the lack of ssh."""
+"""Checks the loopback interface, the host's name, ports, proxies and ssh."""
 
 from __future__ import annotations
 
@@ -22,93 +22,92 @@ from tfdist.jobs.world import World
 
 PORTS_OF_SYSTEM = Path("/proc/sys/net/ipv4/ip_local_port_range")
 SECONDS_TO_LOOK_UP = 5.0
-# Those that gRPC reads, in its order; TensorFlow's servers find each other by gRPC. Source: gRPC's
-# doc/environment_variables.md. Names in capitals it does not read.
+# The variables that gRPC reads, in its order; it does not read names in capitals. TensorFlow's servers use gRPC.
+# Source: gRPC's doc/environment_variables.md.
 PROXIES = ("grpc_proxy", "https_proxy", "http_proxy")
 EXCEPTIONS = ("no_grpc_proxy", "no_proxy")
-HERE = "localhost"  # by this name the launcher has the processes of one machine connect
+LOCALHOST = "localhost"  # the name under which the launcher connects the processes of one machine
 
 
 def findings() -> list[Finding]:
-    """What was found out about the network."""
+    """The findings about the network."""
     return [*loopback(), *_own_name(), *_ports(), *proxies(), *_ssh()]
 
 
 def loopback() -> Iterator[Finding]:
-    """Whether two processes of this machine can connect."""
+    """Checks that two processes of this machine can connect."""
     try:
         with socket.create_server(("127.0.0.1", 0)) as listener:
-            place = listener.getsockname()
-            with socket.create_connection((HERE, place[1]), timeout=SECONDS_TO_LOOK_UP):
+            port = listener.getsockname()[1]
+            with socket.create_connection((LOCALHOST, port), timeout=SECONDS_TO_LOOK_UP):
                 pass
     except OSError as error:
         yield problem(
             "loopback",
-            f"A process cannot connect to another one by `{HERE}`: {error.strerror or error}",
-            "ip link set lo up; and see that /etc/hosts has the line `127.0.0.1 localhost`",
+            f"A process cannot connect to another process over `{LOCALHOST}`: {error.strerror or error}",
+            "ip link set lo up; and check that /etc/hosts has the line `127.0.0.1 localhost`",
         )
     else:
-        yield ok("loopback", f"A process can connect to another one by `{HERE}`")
+        yield ok("loopback", f"A process can connect to another process over `{LOCALHOST}`")
 
 
 def _own_name() -> Iterator[Finding]:
     name = socket.gethostname()
-    found = look_up([name])[name]
-    elsewhere = found is not None and not set(found) & own_addresses()
-    if found is None:
+    addresses = look_up([name])[name]
+    if addresses is None:
         yield note(
             "host name",
-            f"`{name}`, the name of this host, has no address; MPI and other hosts may ask for it",
+            f"`{name}`, the name of this host, has no address; MPI and other hosts may need it",
             f"add the line `ADDRESS {name}` to /etc/hosts, with the address by which other hosts reach this one",
         )
-    elif elsewhere:
+    elif not set(addresses) & own_addresses():
         yield note(
             "host name",
-            f"`{name}`, the name of this host, leads to {', '.join(found)}, which no network interface here has",
+            f"`{name}`, the name of this host, resolves to {', '.join(addresses)}, which no network interface here has",
             f"correct the line of `{name}` in /etc/hosts, or its entry in the DNS",
         )
     else:
-        yield ok("host name", f"`{name}` leads to {', '.join(found)}")
+        yield ok("host name", f"`{name}` resolves to {', '.join(addresses)}")
 
 
 def _ports() -> Iterator[Finding]:
-    """Whether the ports of Slurm's jobs lie apart from those that the system hands out."""
+    """Checks that the ports of Slurm jobs are disjoint from the ephemeral ports of the system."""
     try:
         first, last = map(int, PORTS_OF_SYSTEM.read_text(encoding="ascii").split())
-    except (OSError, ValueError):  # another system
+    except (OSError, ValueError):  # not Linux
         return
     of_slurm = range(slurm.FIRST_PORT, slurm.FIRST_PORT + slurm.PORTS)
-    handed_out = f"The system hands out the ports {first} to {last}"
+    ephemeral = f"The system assigns ephemeral ports from {first} to {last}"
     if first < of_slurm.stop and last >= of_slurm.start:
         yield note(
             "ports",
-            f"{handed_out}, and jobs under Slurm listen on some of {of_slurm.start} to {of_slurm.stop - 1}, which "
-            "another program may then hold",
+            f"{ephemeral}, and jobs under Slurm listen on some of {of_slurm.start} to {of_slurm.stop - 1}, which "
+            "another program may then use",
             "sysctl net.ipv4.ip_local_port_range='32768 60999'",
         )
     else:
-        yield ok("ports", f"{handed_out}, and jobs under Slurm listen on others")
+        yield ok("ports", f"{ephemeral}, and jobs under Slurm listen on others")
 
 
 def proxies() -> Iterator[Finding]:
-    """Whether gRPC would send the messages of TensorFlow's servers to a proxy."""
-    named = next((name for name in PROXIES if os.environ.get(name)), None)
-    if named is None:
-        yield ok("proxies", "No proxy is set for gRPC, by which TensorFlow's servers find each other")
+    """Checks that gRPC does not send the messages of TensorFlow's servers to a proxy."""
+    proxy = next((name for name in PROXIES if os.environ.get(name)), None)
+    if proxy is None:
+        yield ok("proxies", "No proxy is set for gRPC, which connects TensorFlow's servers")
         return
-    excepted = next((name for name in EXCEPTIONS if os.environ.get(name)), None)
-    entries = [entry.strip() for entry in os.environ[excepted].split(",")] if excepted else []
-    lost = [host for host in _hosts_of_job() if not _is_excepted(host, entries)]
-    if lost:
-        listed = ",".join(dict.fromkeys([*filter(None, entries), *lost]))
+    exceptions = next((name for name in EXCEPTIONS if os.environ.get(name)), None)
+    entries = [entry.strip() for entry in os.environ[exceptions].split(",")] if exceptions else []
+    proxied = [host for host in _hosts_of_job() if not _is_exempt(host, entries)]
+    if proxied:
+        value = ",".join(dict.fromkeys([*filter(None, entries), *proxied]))
         yield problem(
             "proxies",
-            f"`{named}` is set, and `{EXCEPTIONS[1]}` does not except {', '.join(f'`{host}`' for host in lost)}: "
-            "TensorFlow's servers would look for each other at the proxy",
-            f"export {excepted or EXCEPTIONS[1]}={listed}",
+            f"`{proxy}` is set, and `{EXCEPTIONS[1]}` does not exempt {', '.join(f'`{host}`' for host in proxied)}: "
+            "TensorFlow's servers would connect to each other through the proxy",
+            f"export {exceptions or EXCEPTIONS[1]}={value}",
         )
     else:
-        yield ok("proxies", f"`{named}` is set, and `{excepted}` excepts the hosts of the job")
+        yield ok("proxies", f"`{proxy}` is set, and `{exceptions}` exempts the hosts of the job")
 
 
 def _hosts_of_job() -> list[str]:
@@ -116,11 +115,11 @@ def _hosts_of_job() -> list[str]:
         tasks = World.detect(os.environ).tasks
     except UsageError:
         tasks = ()
-    return list(dict.fromkeys([HERE, *(task.host for task in tasks)]))
+    return list(dict.fromkeys([LOCALHOST, *(task.host for task in tasks)]))
 
 
-def _is_excepted(host: str, entries: Iterable[str]) -> bool:
-    """Whether gRPC takes no proxy for a host: an entry is the end of its name, or a network that has its address."""
+def _is_exempt(host: str, entries: Iterable[str]) -> bool:
+    """Whether gRPC uses no proxy for a host: an entry is a suffix of its name, or a network with its address."""
     for entry in filter(None, entries):
         with contextlib.suppress(ValueError):
             if "/" in entry and ipaddress.ip_address(host) in ipaddress.ip_network(entry, strict=False):
@@ -134,7 +133,7 @@ def _ssh() -> Iterator[Finding]:
     if shutil.which("ssh") is None:
         yield note(
             "ssh",
-            "There is no `ssh` on the path, by which `--hosts` starts processes on other machines",
+            "There is no `ssh` on the path, which `--hosts` needs to start processes on other machines",
             "apt-get install openssh-client",
         )
     else:
@@ -142,34 +141,34 @@ def _ssh() -> Iterator[Finding]:
 
 
 def own_addresses() -> set[str]:
-    """The addresses of this machine's network interfaces, without the zones of IPv6."""
-    found = [address for addresses in psutil.net_if_addrs().values() for address in addresses]
-    inet = [one for one in found if one.family in (socket.AF_INET, socket.AF_INET6)]
-    return {str(one.address).partition("%")[0] for one in inet}
+    """The addresses of this machine's network interfaces, without IPv6 zones."""
+    addresses = [address for interface in psutil.net_if_addrs().values() for address in interface]
+    inet = [address for address in addresses if address.family in (socket.AF_INET, socket.AF_INET6)]
+    return {str(address.address).partition("%")[0] for address in inet}
 
 
 def is_here(host: str, addresses: Collection[str]) -> bool:
-    """Whether one of the addresses that `host` leads to is this machine's."""
+    """Whether `host`, which resolves to `addresses`, is this machine."""
     own = own_addresses()
-    return means_itself(host) or any(one in own or one.startswith("127.") for one in addresses)
+    return means_itself(host) or any(address in own or address.startswith("127.") for address in addresses)
 
 
 def look_up(hosts: Iterable[str]) -> dict[str, list[str] | None]:
-    """The addresses of hosts, all looked up at the same time; `None` for one that has none, or is not found in time."""
-    found: dict[str, list[str] | None] = {}
+    """Resolves hosts in parallel; the addresses are `None` for a host that has none or takes too long to resolve."""
+    addresses: dict[str, list[str] | None] = {}
 
-    def ask(host: str) -> None:
+    def resolve(host: str) -> None:
         with contextlib.suppress(OSError, UnicodeError):
             infos = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
-            found[host] = sorted({str(info[4][0]).partition("%")[0] for info in infos})
+            addresses[host] = sorted({str(info[4][0]).partition("%")[0] for info in infos})
 
-    asked = list(dict.fromkeys(hosts))
-    in_time([lambda host=host: ask(host) for host in asked], SECONDS_TO_LOOK_UP)  # type: ignore[misc]
-    return {host: found.get(host) for host in asked}
+    unique = list(dict.fromkeys(hosts))
+    call_within([lambda host=host: resolve(host) for host in unique], SECONDS_TO_LOOK_UP)  # type: ignore[misc]
+    return {host: addresses.get(host) for host in unique}
 
 
-def in_time(calls: Iterable[Callable[[], None]], seconds: float) -> None:
-    """Makes calls that have no time limit of their own, and does not wait longer than `seconds` for all of them."""
+def call_within(calls: Iterable[Callable[[], None]], seconds: float) -> None:
+    """Makes calls in parallel daemon threads, and waits at most `seconds` for all of them together."""
     threads = [threading.Thread(target=call, daemon=True) for call in calls]
     deadline = time.monotonic() + seconds
     for thread in threads:

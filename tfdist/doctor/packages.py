@@ -1,4 +1,4 @@
-"""Do the installed versions fit together? Read from the packages' metadata; nothing is imported."""
+"""Checks from the packages' metadata that the installed versions are compatible; nothing is imported."""
 
 from __future__ import annotations
 
@@ -16,29 +16,29 @@ from packaging.specifiers import SpecifierSet
 
 from tfdist.doctor.finding import Finding, note, ok, problem
 
-# Whose requirements are looked at, and who are named in any case.
+# The packages that are listed and whose requirements are checked.
 PACKAGES = (
     *("tfdist", "tensorflow", "keras", "numpy", "protobuf", "tensorboard", "tensorboard-plugin-profile", "xprof"),
     *("tensorflow-datasets", "horovod", "mpi4py"),
 )
 OPTIONAL = ("horovod", "mpi4py")
-# Packages that bring the same module `tensorflow`: the one that was installed last has overwritten the others.
+# Packages that contain the same module `tensorflow`: the package that was installed last overwrites the others.
 SAME_MODULE = ("tensorflow", "tensorflow-cpu", "tensorflow-gpu", "tf-nightly", "intel-tensorflow", "tensorflow-rocm")
 SUBJECT = "versions"
 
 
 def findings() -> list[Finding]:
-    """What was found out about the installed versions."""
-    wrong = [*_unfit(), *_several_tensorflows(), *_settings()]
-    if any(found.is_problem for found in wrong):
-        return wrong
+    """The findings about the installed versions."""
+    findings = [*_unmet_requirements(), *_several_tensorflows(), *_settings()]
+    if any(finding.is_problem for finding in findings):
+        return findings
     versions = [f"{name} {installed(name)}" for name in PACKAGES if installed(name)]
-    return [ok(SUBJECT, f"Python {platform.python_version()}, {', '.join(versions)} fit together"), *wrong]
+    return [ok(SUBJECT, f"Python {platform.python_version()}, {', '.join(versions)} fit together"), *findings]
 
 
 @functools.cache
 def installed(package: str) -> str | None:
-    """The installed version of a package; `None` if there is none."""
+    """The installed version of a package; `None` if it is not installed."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
@@ -46,68 +46,69 @@ def installed(package: str) -> str | None:
 
 
 def requirement(package: str) -> str:
-    """What tfdist requires of a package, as `pip install` takes it."""
-    return next((str(one) for one in _requirements("tfdist") if one.name == package), package)
+    """tfdist's requirement for a package, as an argument of `pip install`."""
+    return next((str(required) for required in _requirements("tfdist") if required.name == package), package)
 
 
-def _unfit() -> Iterator[Finding]:
-    """The requirements, of the packages and of Python, that the installed versions do not meet."""
+def _unmet_requirements() -> Iterator[Finding]:
+    """The problems of requirements, for packages and Python, that the installed versions do not meet."""
     python = platform.python_version()
     for package in PACKAGES:
-        named = f"{package} {installed(package) or ''}".rstrip()
-        wanted = _python_of(package)
-        if python not in SpecifierSet(wanted, prereleases=True):
-            yield problem(SUBJECT, f"{named} needs Python {wanted}, and this is {python}", f"use a Python {wanted}")
-        for one in _requirements(package):
-            there = installed(one.name)
-            if there is None and one.name not in OPTIONAL:
-                sentence = f"{named} needs {one.name}, which is not installed"
-            elif there is not None and not one.specifier.contains(there, prereleases=True):
-                sentence = f"{named} needs {one.name} {one.specifier}, and version {there} is installed"
+        label = f"{package} {installed(package) or ''}".rstrip()
+        required_python = _required_python(package)
+        if python not in SpecifierSet(required_python, prereleases=True):
+            sentence = f"{label} needs Python {required_python}, and this is {python}"
+            yield problem(SUBJECT, sentence, f"use a Python {required_python}")
+        for required in _requirements(package):
+            version = installed(required.name)
+            if version is None and required.name not in OPTIONAL:
+                sentence = f"{label} needs {required.name}, which is not installed"
+            elif version is not None and not required.specifier.contains(version, prereleases=True):
+                sentence = f"{label} needs {required.name} {required.specifier}, and version {version} is installed"
             else:
                 continue
-            yield problem(SUBJECT, sentence, f"pip install '{one.name}{one.specifier}'")
+            yield problem(SUBJECT, sentence, f"pip install '{required.name}{required.specifier}'")
 
 
 def _requirements(package: str) -> list[Requirement]:
-    """What a package requires on this machine without extras; empty if it is not installed."""
+    """The requirements of a package on this machine, without extras; empty if it is not installed."""
     try:
         lines = importlib.metadata.requires(package) or []
     except importlib.metadata.PackageNotFoundError:
-        lines = _of_clone()["dependencies"] if package == "tfdist" else []
-    found = []
+        lines = _project_table()["dependencies"] if package == "tfdist" else []
+    requirements = []
     for line in lines:
         try:
-            one = Requirement(line)
+            required = Requirement(line)
         except InvalidRequirement:
             continue
-        if one.marker is None or one.marker.evaluate({"extra": ""}):
-            one.marker = None
-            found.append(one)
-    return found
+        if required.marker is None or required.marker.evaluate({"extra": ""}):
+            required.marker = None
+            requirements.append(required)
+    return requirements
 
 
-def _python_of(package: str) -> str:
+def _required_python(package: str) -> str:
     try:
         return importlib.metadata.metadata(package)["Requires-Python"] or ""
     except importlib.metadata.PackageNotFoundError:
-        return _of_clone()["requires-python"] if package == "tfdist" else ""
+        return _project_table()["requires-python"] if package == "tfdist" else ""
 
 
 @functools.cache
-def _of_clone() -> dict[str, Any]:
-    """What a clone that is not installed says of itself."""
+def _project_table() -> dict[str, Any]:
+    """The `project` table of `pyproject.toml`, for a clone that is not installed."""
     path = Path(__file__).resolve().parents[2] / "pyproject.toml"
     return tomllib.loads(path.read_text(encoding="utf-8"))["project"] if path.exists() else {"dependencies": []}
 
 
 def _several_tensorflows() -> Iterator[Finding]:
-    there = [name for name in SAME_MODULE if installed(name)]
-    if len(there) > 1:
+    names = [name for name in SAME_MODULE if installed(name)]
+    if len(names) > 1:
         yield problem(
             SUBJECT,
-            f"{' and '.join(f'{name} {installed(name)}' for name in there)} are installed, which overwrite each other",
-            f"pip uninstall --yes {' '.join(there)} && pip install '{requirement('tensorflow')}'",
+            f"{' and '.join(f'{name} {installed(name)}' for name in names)} are installed, which overwrite each other",
+            f"pip uninstall --yes {' '.join(names)} && pip install '{requirement('tensorflow')}'",
         )
 
 
@@ -115,12 +116,12 @@ def _settings() -> Iterator[Finding]:
     if os.environ.get("TF_USE_LEGACY_KERAS", "").lower() in ("1", "true"):
         yield note(
             SUBJECT,
-            "`TF_USE_LEGACY_KERAS` is set: `tf.keras` is Keras 2, whose models no strategy of tfdist trains",
-            "unset it, or import `keras` itself",
+            "`TF_USE_LEGACY_KERAS` is set: `tf.keras` is Keras 2, whose models tfdist cannot train",
+            "unset it, or import `keras` instead of `tf.keras`",
         )
     if os.environ.get("PROTOCOL_BUFFERS_PYTHON_IMPLEMENTATION", "").lower() == "python":
         yield note(
             SUBJECT,
-            "`PROTOCOL_BUFFERS_PYTHON_IMPLEMENTATION` is `python`: protobuf reads and writes slowly",
+            "`PROTOCOL_BUFFERS_PYTHON_IMPLEMENTATION` is `python`, which makes protobuf slow",
             "unset it",
         )

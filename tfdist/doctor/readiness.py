@@ -1,29 +1,29 @@
-"""Is a strategy ready here, and if not, why, and which one command makes it so?
+"""Tells whether a strategy can run here and, if not, why, and which command makes it ready.
 
-Cheap: packages are looked up, and engines are loaded once, in child processes. No job is started.
+This is cheap: packages are looked up, and engines are loaded once, in child processes. No job is started.
 
 Synopsis:
 
     from tfdist.doctor import readiness
 
-    found = readiness.of("horovod")
-    if not found.ready:
-        print(found.reason, found.command)
+    horovod = readiness.of("horovod")
+    if not horovod.ready:
+        print(horovod.reason, horovod.command)
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from tfdist import strategies
 from tfdist.doctor import engines, job, links, machine, network, packages
-from tfdist.doctor.finding import Finding
+from tfdist.doctor.finding import Finding, problem
 
-# Whose processes find each other by TensorFlow's servers, and so by gRPC.
+# Strategies whose processes connect through TensorFlow's servers, which use gRPC.
 OVER_GRPC = ("multiworker", "parameter_server")
-# Trains in one process too, and needs nothing of others then.
-ALONE_TOO = ("pipeline",)
+# Strategies of several processes that can also train in one.
+ONE_PROCESS_TOO = ("pipeline",)
 
 
 @dataclass(frozen=True)
@@ -32,9 +32,9 @@ class Readiness:
 
     Attributes:
         strategy: its name.
-        ready: whether it can.
-        reason: why it cannot, as a sentence; empty if it can.
-        command: what makes it ready; empty if it is.
+        ready: whether it can run.
+        reason: why it cannot run, as a sentence; empty if it can.
+        command: the command that makes it ready; empty if it is.
     """
 
     strategy: str
@@ -43,59 +43,63 @@ class Readiness:
     command: str = ""
 
 
-def of(strategy: str, tried: Sequence[links.Tried] = ()) -> Readiness:
-    """Whether a strategy is ready on this machine.
+def of(strategy: str, measurements: Sequence[links.Measurement] = ()) -> Readiness:
+    """Returns whether a strategy is ready on this machine.
 
     Args:
         strategy: one of `tfdist.strategies.names()`, or the user's own `module:Class`.
-        tried: measurements between two processes, if they were made; one that failed makes its strategy not ready.
+        measurements: measurements between two processes; a failed measurement makes its strategy not ready.
 
     Raises:
         UnknownNameError: no strategy has that name.
     """
-    obstacle = next(_obstacles(strategy, tried), None)
+    obstacle = next(_obstacles(strategy, measurements), None)
     if obstacle is None:
         return Readiness(strategy, True)
     return Readiness(strategy, False, obstacle.sentence, obstacle.hint)
 
 
-def of_all(tried: Sequence[links.Tried] = ()) -> list[Readiness]:
-    """The readiness of each strategy of tfdist's."""
-    return [of(name, tried) for name in strategies.names()]
+def of_all(measurements: Sequence[links.Measurement] = ()) -> list[Readiness]:
+    """The readiness of each strategy in `tfdist.strategies.names()`."""
+    return [of(name, measurements) for name in strategies.names()]
 
 
-def _obstacles(strategy: str, tried: Sequence[links.Tried]) -> Iterator[Finding]:
-    """What keeps a strategy from running: first what must be done first."""
+def _obstacles(strategy: str, measurements: Sequence[links.Measurement]) -> Iterator[Finding]:
+    """The problems that keep a strategy from running, in the order in which they must be solved."""
     traits = strategies.traits(strategy)
-    yield from (found for found in packages.findings() if found.is_problem)
+    yield from _problems(packages.findings())
     yield from _not_loaded("tensorflow")
     yield from job.malformed()
     if not traits.processes:
-        yield from job.of_one_process(strategy)
+        yield from job.single_process_findings(strategy)
         return
-    if strategy in ALONE_TOO and not job.of_several():
+    if strategy in ONE_PROCESS_TOO and not job.has_several_processes():
         return
     if traits.package is not None:
         yield from _package(traits.package)
     if traits.mpi:
-        yield from (found for found in engines.of_mpi(engines.loaded("mpi4py")) if found.is_problem)
+        yield from _problems(engines.mpi_findings(engines.load("mpi4py")))
     elif traits.package == "horovod":
-        yield from (found for found in engines.of_horovod(engines.loaded("horovod")) if found.is_problem)
-    yield from (found for found in (*network.loopback(), *machine.open_files()) if found.is_problem)
+        yield from _problems(engines.horovod_findings(engines.load("horovod")))
+    yield from _problems([*network.loopback(), *machine.open_files()])
     if strategy in OVER_GRPC:
-        yield from (found for found in network.proxies() if found.is_problem)
-    yield from (found for found in job.described() if found.is_problem)
-    yield from links.findings([one for one in tried if one.strategy == strategy and one.link is None])
+        yield from _problems(network.proxies())
+    yield from _problems(job.job_findings())
+    yield from links.findings([each for each in measurements if each.strategy == strategy and each.link is None])
+
+
+def _problems(findings: Iterable[Finding]) -> Iterator[Finding]:
+    return (finding for finding in findings if finding.is_problem)
 
 
 def _package(name: str) -> Iterator[Finding]:
     if name in engines.ENGINES:
         yield from _not_loaded(name)
     elif packages.installed(name) is None:
-        yield Finding(name, "problem", f"{name} is not installed", f"pip install {name}")
+        yield problem(name, f"{name} is not installed", f"pip install {name}")
 
 
 def _not_loaded(engine: str) -> Iterator[Finding]:
-    found = engines.loaded(engine)
-    if found.error:
-        yield Finding(engine, "problem", found.error, found.hint)
+    result = engines.load(engine)
+    if result.error:
+        yield problem(engine, result.error, result.hint)

@@ -59,7 +59,7 @@ def show(
         shown = "" if cost is None else f"{factor * cost:,.2f}"
         counted = f"{len(layers):,}", f"{found.parameters_of(stage):,}"
         table.add_row(str(stage), layers[0], layers[-1], *counted, shown, sent)
-    with terminal.any_stdout(needed=True):
+    with terminal.guarded_stdout(needed=True):
         console = Console(soft_wrap=True)
         console.print(table)
         bubble = schedule.bubble(devices, micro_batches)

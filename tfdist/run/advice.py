@@ -1,4 +1,4 @@
-"""Warnings about probable mistakes in a user's own model or dataset, one sentence each.
+"""Warnings about probable mistakes in a user's model or dataset, one sentence each.
 
 Synopsis:
 
@@ -19,7 +19,7 @@ import keras
 from tfdist.data import Source
 from tfdist.internals import keras as keras_internals
 
-# Layers that scale pixels to small numbers, or normalize numbers of any range.
+# Layers that scale or normalize their input.
 _SCALING = (
     keras.layers.Rescaling,
     keras.layers.Normalization,
@@ -31,37 +31,44 @@ _PROBABILITIES = ("softmax", "sigmoid")
 
 
 def about(model: keras.Model, source: Source) -> list[str]:
-    """The warnings about a compiled model and its dataset, whose training examples must have been read."""
+    """Returns warnings about a compiled model and its dataset, whose training examples must have been read."""
     return [sentence for sentence in (about_loss(model), about_pixels(model, source)) if sentence is not None]
 
 
 def about_loss(model: keras.Model) -> str | None:
-    """A warning if a compiled model ends in probabilities and its loss expects logits, or the reverse; else `None`."""
+    """Returns a warning if a model outputs probabilities and its loss expects logits, or vice versa; else `None`."""
     expects_logits = _expects_logits(model.loss)
     ending = _ending(model)
     if expects_logits is None or ending is None:
         return None
     if expects_logits and ending in _PROBABILITIES:
-        what = f"The model ends in probabilities ({ending}), and its loss expects logits (`from_logits=True`)"
-        return f"{what}: leave the {ending} out"
+        return (
+            f"The model ends in probabilities ({ending}), and its loss expects logits (`from_logits=True`): "
+            f"leave the {ending} out"
+        )
     if not expects_logits and ending == "linear":
-        what = "The model ends without an activation, and its loss expects probabilities"
-        return f"{what}: compile it with a loss that has `from_logits=True`"
+        return (
+            "The model ends without an activation, and its loss expects probabilities: compile it with a loss that has "
+            "`from_logits=True`"
+        )
     return None
 
 
 def about_pixels(model: keras.Model, source: Source) -> str | None:
-    """A warning if it is certain that the model gets pixels from 0 to 255 and does not scale them; else `None`."""
-    scales = any(isinstance(layer, _SCALING) for layer in keras_internals.all_layers(model))
-    of_keras = all(keras_internals.is_of_keras(type(layer)) for layer in keras_internals.all_layers(model))
-    if not source.has_bytes or scales or not of_keras:
+    """Returns a warning if the model certainly gets pixels from 0 to 255 and does not scale them; else `None`."""
+    layers = keras_internals.all_layers(model)
+    scales = any(isinstance(layer, _SCALING) for layer in layers)
+    # A layer of the user's may scale in its own code.
+    if not source.has_bytes or scales or not all(keras_internals.is_of_keras(type(layer)) for layer in layers):
         return None
-    what = f"The examples of `{source.spec.name}` are whole numbers up to 255 (uint8), and nothing scales them"
-    return f"{what}: divide them by 255, or begin the model with `keras.layers.Rescaling(1 / 255)`"
+    return (
+        f"The examples of `{source.spec.name}` are whole numbers up to 255 (uint8), and nothing scales them: "
+        "divide them by 255, or begin the model with `keras.layers.Rescaling(1 / 255)`"
+    )
 
 
 def _expects_logits(loss: Any) -> bool | None:
-    """Whether a loss expects logits; `None` if it takes neither logits nor probabilities, or is not from Keras."""
+    """Whether a loss expects logits; `None` if it takes neither logits nor probabilities, or is not part of Keras."""
     if isinstance(loss, str):
         loss = keras.losses.get(loss)
     if inspect.isfunction(loss) and loss.__module__.startswith("keras."):
@@ -79,5 +86,5 @@ def _ending(model: keras.Model) -> str | None:
     if kind in _PROBABILITIES:
         return kind
     name = getattr(getattr(last, "activation", None), "__name__", None)
-    weighted = isinstance(last, keras.layers.Dense | keras.layers.Conv2D)
-    return name if name in _PROBABILITIES or (name == "linear" and weighted) else None
+    has_kernel = isinstance(last, keras.layers.Dense | keras.layers.Conv2D)
+    return name if name in _PROBABILITIES or (name == "linear" and has_kernel) else None

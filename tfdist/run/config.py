@@ -1,4 +1,4 @@
-"""The options of a training run: one frozen value, checked before anything slow is imported.
+"""The options of a training run: a frozen dataclass, checked before anything slow is imported.
 
 Synopsis:
 
@@ -39,10 +39,10 @@ OPTIMIZERS = (
     "sgd",
 )
 SCHEDULES = ("constant", "cosine")
-# The examples of training steps: as the dataset reads them; read once, into memory; one batch, repeated.
+# The input of training steps: read by the dataset; read once and cached in memory; one repeated batch.
 INPUTS = ("real", "cached", "synthetic")
 DTYPE_POLICIES = ("float32", "mixed_bfloat16", "mixed_float16")
-# The options of strategies that the command takes under their own names too, and what `--help` shows as their values.
+# Options of strategies that are also options of the command, and the placeholders that `--help` shows for their values.
 STRATEGY_FLAGS = {
     "communication": "NAME",
     "compression": "NAME",
@@ -69,34 +69,34 @@ class TrainConfig:
         batch_size: examples in a global batch, over all replicas.
         model_options: the options of the model, by name.
         strategy_options: the options of the strategy, by name.
-        optimizer: one of `OPTIMIZERS`; `None` is the usual optimizer of the model.
-        learning_rate: `None` is the model's usual one with the model's usual optimizer, else the optimizer's default.
+        optimizer: one of `OPTIMIZERS`; by default the usual optimizer of the model.
+        learning_rate: by default the usual value for the model with its usual optimizer, else the optimizer's default.
         momentum: likewise.
         weight_decay: likewise.
-        schedule: the schedule of the learning rate, one of `SCHEDULES`; "cosine" ends at 0 after the last epoch.
-        warmup_epochs: the part of the epochs in which the learning rate rises from 0.
+        schedule: the learning rate schedule, one of `SCHEDULES`; "cosine" ends at 0 after the last epoch.
+        warmup_epochs: the number of epochs, or fraction, over which the learning rate rises from 0.
         dtype_policy: one of `DTYPE_POLICIES`.
         gradient_accumulation: batches per update; their gradients are averaged.
         devices: number of devices, or their names; `None` is the strategy's default.
         seed: the seed of the initial weights, the order of the examples and the random layers.
         limit: number of training examples to use; `None` is all.
-        data_dir: folder of the dataset's files.
+        data_dir: the folder of the dataset's files.
         data_options: the options of the dataset, by name.
         augment: one of `tfdist.data.input.augmentation.NAMES`.
         on_bad_example: one of `tfdist.data.input.bad_examples.POLICIES`; `None` is the dataset's default, "fail".
-        input: one of `INPUTS`, of training; validation and test are read as the dataset reads them.
-        run_dir: the run's folder; `None` makes one below `runs/`.
+        input: the input of training, one of `INPUTS`; validation and test always read the dataset.
+        run_dir: the run's folder; `None` creates a folder in `runs/`.
         resume: continue the run in `run_dir`.
-        checkpoint_steps: steps from one checkpoint to the next within an epoch; `None` saves only at its end.
+        checkpoint_steps: steps between two checkpoints within an epoch; `None` saves only at its end.
         target_accuracy: validation accuracy at which to stop, 0 to 1.
         tensorboard: write TensorBoard logs.
-        profile: the first step to trace and the step to stop before.
-        verify_steps: compare that many steps with those of one device instead of training; `None` trains.
+        profile: the first step to trace, and the step before which to stop.
+        verify_steps: compare this number of steps with one device instead of training; `None` trains.
         quiet: show errors only.
         verbose: show TensorFlow's messages too.
 
     Raises:
-        UsageError: a value that cannot work.
+        UsageError: a value is invalid.
     """
 
     strategy: str
@@ -154,7 +154,7 @@ class TrainConfig:
         require_run_to_resume(self.resume, self.run_dir)
         if self.resume and self.verify_steps is not None:
             raise UsageError(
-                "`--verify-steps` and `--resume` are both set, and a verification begins with new weights",
+                "`--verify-steps` and `--resume` are both set, but a verification starts from new weights",
                 "leave one of them out",
             )
         if self.quiet and self.verbose:
@@ -168,7 +168,7 @@ class TrainConfig:
 
     @property
     def load_options(self) -> dict[str, Any]:
-        """The options of `tfdist.data.load`."""
+        """The options for `tfdist.data.load`."""
         policy = {} if self.on_bad_example is None else {"on_bad_example": self.on_bad_example}
         return dict(self.data_options) | policy
 
@@ -186,8 +186,8 @@ def _check_data(config: TrainConfig) -> None:
         _known("policy for bad examples", config.on_bad_example, bad_examples.POLICIES)
     if config.input == "cached" and config.augment == "resized_crop":
         raise UsageError(
-            "`--input cached` is set with `--augment resized_crop`, which needs whole pictures, which are not held in "
-            "memory",
+            "`--input cached` and `--augment resized_crop` are both set, but the augmentation needs images of the "
+            "original size, which are not cached in memory",
             "use another augmentation, or `--input real` with `--data-option cache=disk`",
         )
 
@@ -206,7 +206,7 @@ def with_flags(strategy: str, settings: Mapping[str, Any], flags: Mapping[str, s
                 if ":" in strategy
                 else f"leave it out, or use one of {', '.join(f'`{other}`' for other in strategies.taking(name))}"
             )
-            raise UsageError(f"`{_option(name)}` is set, and `{strategy}` has no use for it", hint)
+            raise UsageError(f"`{_option(name)}` is set, but `{strategy}` does not take it", hint)
         if name in settings:
             raise UsageError(
                 f"`{_option(name)}` and `--strategy-option {name}=...` are both set", "leave one of them out"
@@ -241,7 +241,7 @@ def _check_optimizer(config: TrainConfig) -> None:
 
 
 def parse_devices(text: str) -> int | tuple[str, ...]:
-    """`2` as a number of devices, `GPU:0,GPU:1` as their names."""
+    """Parses `2` as a number of devices, and `GPU:0,GPU:1` as their names."""
     if text.strip().lstrip("-").isdigit():
         count = int(text)
         if count < 1:
@@ -251,12 +251,12 @@ def parse_devices(text: str) -> int | tuple[str, ...]:
 
 
 def parse_range(text: str) -> tuple[int, int]:
-    """`FIRST:LAST` as two numbers of steps."""
+    """Parses `FIRST:LAST` as two step numbers."""
     first, separator, last = text.partition(":")
     if not (separator and first.isdigit() and last.isdigit() and int(first) < int(last)):
         raise UsageError(
             f"`--profile` is `{text}`, which is not FIRST:LAST with FIRST below LAST",
-            "write for example `--profile 10:20` for the ten steps from 10 on",
+            "write for example `--profile 10:20` to trace ten steps, starting with step 10",
         )
     return int(first), int(last)
 

@@ -1,4 +1,4 @@
-"""The run folder: where the files of a run lie, and how its record and history are written and read.
+"""The run folder: the paths of a run's files, and how its record, history and curves are written and read.
 
 Synopsis:
 
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 
-# Okabe and Ito's blue and vermilion differ for any colour vision; in grey the line styles differ.
+# Okabe and Ito's blue and vermilion are distinct for all kinds of colour vision; in grey, the line styles differ.
 _TRAIN: dict[str, Any] = {
     "color": "#0072B2",
     "linestyle": "--",
@@ -50,8 +50,8 @@ _VALIDATION: dict[str, Any] = {
 
 
 def draw_curves(record: RunRecord, path: Path) -> None:
-    """Draws `record`, which has at least one epoch, into the picture `path`."""
-    # No pyplot: it would keep the figure, and choose a window system.
+    """Draws the metrics of `record`, which has at least one epoch, into the image `path`."""
+    # Not pyplot, which would keep the figure and choose a window system.
     from matplotlib.figure import Figure
     from matplotlib.layout_engine import ConstrainedLayoutEngine
 
@@ -70,10 +70,10 @@ def _title(record: RunRecord) -> str:
 
 
 def _second_panel(record: RunRecord) -> list[str]:
-    """The accuracy where there is one, else the first metric beside the loss."""
+    """The metric to draw next to the loss: an accuracy, else the first metric; empty if there is none."""
     names = dict.fromkeys(name for epoch in record.epochs for name in epoch.metrics)
-    others = [n for n in names if not n.startswith("val_") and n not in ("loss", "learning_rate")]
-    return sorted(others, key=lambda name: "accuracy" not in name)[:1]
+    metrics = [name for name in names if not name.startswith("val_") and name not in ("loss", "learning_rate")]
+    return sorted(metrics, key=lambda name: "accuracy" not in name)[:1]
 
 
 def _draw_panel(axes: Axes, epochs: Sequence[EpochRecord], name: str) -> None:
@@ -86,8 +86,8 @@ def _draw_panel(axes: Axes, epochs: Sequence[EpochRecord], name: str) -> None:
     for values, style in ((train, _TRAIN), (validation, _VALIDATION)):
         if any(map(math.isfinite, values)):
             axes.plot(numbers, values, **style)
-    judged = validation if any(map(math.isfinite, validation)) else train
-    _mark_best(axes, numbers, judged, largest=percent)
+    selected = validation if any(map(math.isfinite, validation)) else train
+    _mark_best(axes, numbers, selected, largest=percent)
     axes.set_xlabel("epoch")
     axes.set_ylabel(f"{name} (%)" if percent else f"{name} (mean per example)")
     axes.set_xlim(numbers[0] - 0.5, numbers[-1] + 0.5)
@@ -102,7 +102,7 @@ def _draw_panel(axes: Axes, epochs: Sequence[EpochRecord], name: str) -> None:
 
 
 def _series(epochs: Sequence[EpochRecord], name: str, percent: bool) -> list[float]:
-    """The metric by epoch; an epoch without it is NaN, a gap in the line."""
+    """The metric per epoch; NaN, a gap in the line, for an epoch without it."""
     values = (epoch.metrics.get(name) for epoch in epochs)
     return [math.nan if value is None else value * (100 if percent else 1) for value in values]
 
@@ -128,110 +128,80 @@ def _mark_best(axes: Axes, numbers: Sequence[int], values: Sequence[float], larg
 class RunFolder:
     """A folder for the files of one run.
 
-    The chief writes the files of the run. Another process of the job has a subfolder for its own log.
+    The chief writes the files of the run. Every other process of the job has a subfolder for its log.
 
     Args:
-        run_dir: the folder of the run; made if it is not there.
-        resume: whether the files of a run may already lie in it.
-        rank: of this process.
+        run_dir: the folder of the run; created if it does not exist.
+        resume: whether the folder may already contain a run.
+        rank: the rank of this process.
 
     Attributes:
-        run_dir: the folder of the run, which is the chief's.
-        path: the folder of this process' own files.
+        run_dir: the folder of the run, into which the chief writes.
+        path: the folder of this process.
         is_chief: whether this process writes the record, the history and the model.
+        run_json: the record of the run, for all processes.
+        history: the metrics, with one row per epoch.
+        curves: the plot of the metrics per epoch.
+        log: the terminal output of the run and TensorFlow's messages.
+        vocabulary: the words of the input in the order of their IDs, one per line.
+        target_vocabulary: the words of the target in the order of their IDs, one per line.
+        tensorboard: the folder of TensorBoard events and of the traces of all ranks, to be viewed together.
+        profile: the most expensive operations of the profiled steps.
+        checkpoints: the folder of checkpoints.
+        model: the trained model in Keras format.
 
     Raises:
-        RunFolderError: it cannot be made or written; or it holds another run and `resume` is not set.
+        RunFolderError: the folder cannot be created or written; or it contains a run and `resume` is not set.
     """
 
     def __init__(self, run_dir: str | os.PathLike[str], resume: bool = False, rank: int = 0):
         self.run_dir = Path(run_dir)
         self.is_chief = rank == 0
         self.path = self.run_dir if self.is_chief else self.run_dir / f"rank-{rank}"
+        self.run_json = self.run_dir / "run.json"
+        self.history = self.path / "history.csv"
+        self.curves = self.path / "curves.png"
+        self.log = self.path / "log.txt"
+        self.vocabulary = self.path / "vocabulary.txt"
+        self.target_vocabulary = self.path / "target_vocabulary.txt"
+        self.tensorboard = self.run_dir / "tensorboard"
+        self.profile = self.path / "profile.txt"
+        self.checkpoints = self.path / "checkpoints"
+        self.model = self.path / "model.keras"
         self._is_new = not self.path.exists()
         with writing(self.path):
             self.path.mkdir(parents=True, exist_ok=True)
             with tempfile.TemporaryFile(dir=self.path):
                 pass
-        found = sorted(name for name in _NAMES if (self.path / name).exists())
-        if found and not resume:
-            names = ", ".join(f"`{name}`" for name in found)
+        existing = sorted(name for name in _NAMES if (self.path / name).exists())
+        if existing and not resume:
+            names = ", ".join(f"`{name}`" for name in existing)
             raise RunFolderError(
-                f"The run folder `{self.path}` already holds a run: {names}",
+                f"The run folder `{self.path}` already contains a run: {names}",
                 f"continue it with `python -m tfdist.train --resume --run-dir {run_dir}`, or choose another "
                 "`--run-dir`",
             )
 
     def remove_if_unused(self) -> None:
-        """Removes the folder if this object made it and it holds at most a log: the run has not begun."""
+        """Removes the folder if this object created it and it contains at most a log, since the run has not begun."""
         if self._is_new and {path.name for path in self.path.iterdir()} <= {self.log.name}:
             with contextlib.suppress(OSError):
                 self.log.unlink(missing_ok=True)
                 self.path.rmdir()
 
-    @property
-    def run_json(self) -> Path:
-        """The record, of all processes."""
-        return self.run_dir / "run.json"
-
-    @property
-    def history(self) -> Path:
-        """The metrics, one row per epoch."""
-        return self.path / "history.csv"
-
-    @property
-    def curves(self) -> Path:
-        """The picture of the run."""
-        return self.path / "curves.png"
-
-    @property
-    def log(self) -> Path:
-        """The terminal output of the run, and TensorFlow's messages."""
-        return self.path / "log.txt"
-
-    @property
-    def vocabulary(self) -> Path:
-        """The words of the input in the order of their numbers, one per line."""
-        return self.path / "vocabulary.txt"
-
-    @property
-    def target_vocabulary(self) -> Path:
-        """The words of the target in the order of their numbers, one per line."""
-        return self.path / "target_vocabulary.txt"
-
-    @property
-    def tensorboard(self) -> Path:
-        """The folder of TensorBoard's events and of all ranks' traces, so that they can be viewed together."""
-        return self.run_dir / "tensorboard"
-
-    @property
-    def profile(self) -> Path:
-        """The most expensive operations of the steps that were profiled."""
-        return self.path / "profile.txt"
-
-    @property
-    def checkpoints(self) -> Path:
-        """The folder of checkpoints."""
-        return self.path / "checkpoints"
-
-    @property
-    def model(self) -> Path:
-        """The trained model, as Keras loads it."""
-        return self.path / "model.keras"
-
     def write(self, record: RunRecord) -> None:
-        """Writes `run.json`, whole or not at all.
+        """Writes `run.json` atomically.
 
         Raises:
-            RunFolderError: it cannot be written; the previous one is intact.
+            RunFolderError: it cannot be written; the previous file is intact.
         """
         self._write_text(self.run_json, record.model_dump_json(indent=2) + "\n")
 
     def write_history(self, record: RunRecord) -> None:
-        """Writes `history.csv`: one row per epoch with every metric of the run, empty if the epoch lacks it.
+        """Writes `history.csv`, with one row per epoch and one column per metric, empty where an epoch lacks it.
 
         Raises:
-            RunFolderError: it cannot be written; the previous one is intact.
+            RunFolderError: it cannot be written; the previous file is intact.
         """
         rows = [_history_row(epoch) for epoch in record.epochs]
         columns = dict.fromkeys(name for row in rows for name in row)
@@ -242,15 +212,15 @@ class RunFolder:
         self._write_text(self.history, text.getvalue())
 
     def draw_curves(self, record: RunRecord) -> None:
-        """Draws `curves.png`: loss and accuracy by epoch; draws nothing if no epoch is finished.
+        """Draws `curves.png`, loss and accuracy per epoch, unless no epoch is finished.
 
         Raises:
-            RunFolderError: it cannot be written; the previous one is intact.
+            RunFolderError: it cannot be written; the previous file is intact.
         """
         if not record.epochs:
             return
         with writing(self.curves):
-            files.write_whole(self.curves, lambda path: draw_curves(record, path))
+            files.write_atomically(self.curves, lambda path: draw_curves(record, path))
 
     def _write_text(self, path: Path, text: str) -> None:
         with writing(path):
@@ -271,17 +241,13 @@ _NAMES = (
 
 @contextlib.contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """In this context an `OSError` becomes a `RunFolderError` that names `path`.
-
-    Raises:
-        RunFolderError: a file cannot be written.
-    """
+    """Within this context, turns an `OSError` into a `RunFolderError` that names `path`."""
     try:
         yield
     except OSError as error:
         raise RunFolderError(
             f"The run folder cannot be written: `{path}`: {error.strerror or error}",
-            "choose a folder that you can write, with room on its disk, with `--run-dir`",
+            "choose a writable folder on a disk with free space with `--run-dir`",
         ) from error
 
 
@@ -289,15 +255,15 @@ def load_record(path: str | os.PathLike[str]) -> RunRecord:
     """Reads the record in the run folder `path`.
 
     Raises:
-        RunFolderError: there is none, it is not valid, or a newer tfdist wrote it.
+        RunFolderError: there is no record, it is invalid, or a newer tfdist wrote it.
     """
     file = Path(path) / "run.json"
     try:
         text = file.read_text(encoding="utf-8")
     except OSError as error:
         raise RunFolderError(
-            f"The run folder `{path}` has no `run.json` that can be read: {error.strerror}",
-            "give the folder that `--run-dir` named",
+            f"The run folder `{path}` has no readable `run.json`: {error.strerror}",
+            "use the folder that was set with `--run-dir`",
         ) from error
     except UnicodeDecodeError as error:
         raise _invalid(file, str(error)) from error
@@ -305,8 +271,8 @@ def load_record(path: str | os.PathLike[str]) -> RunRecord:
         version = _Versioned.model_validate_json(text).schema_version
         if version > schema.SCHEMA_VERSION:
             raise RunFolderError(
-                f"`{file}` has schema version {version}, and this tfdist reads up to {schema.SCHEMA_VERSION}",
-                "read it with the tfdist that wrote it, or a newer one: `pip install --upgrade tfdist`",
+                f"`{file}` has schema version {version}, and this tfdist reads versions up to {schema.SCHEMA_VERSION}",
+                "read it with the tfdist that wrote it, or with a newer version: `pip install --upgrade tfdist`",
             )
         return RunRecord.model_validate_json(text)
     except ValidationError as error:
@@ -322,7 +288,7 @@ class _Versioned(BaseModel):
 def _invalid(file: Path, problem: str) -> RunFolderError:
     return RunFolderError(
         f"`{file}` is not a valid record of a run: {problem}",
-        "tfdist did not write it, or it was changed later; the schema is in docs/run.json.md",
+        "tfdist did not write it, or it was edited afterwards; the schema is in docs/run.json.md",
     )
 
 

@@ -1,4 +1,4 @@
-"""How the record of a run is filled: once when it begins, and after each epoch."""
+"""Fills the record of a run when it begins, when it is resumed and after each epoch, and describes the saved model."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import dataclasses
 import hashlib
 import os
 import time
+from collections.abc import Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Protocol
@@ -15,90 +16,79 @@ import numpy as np
 import psutil
 import tensorflow as tf
 
-from tfdist import data
+from tfdist import data, terminal
 from tfdist.callbacks import memory
 from tfdist.data.spec import DataSpec
+from tfdist.errors import UsageError
 from tfdist.groups import ExchangeTotals
 from tfdist.interface.strategy import Strategy
 from tfdist.internals import keras as keras_internals
 from tfdist.jobs import consensus, job_environment
 from tfdist.loop import programs
-from tfdist.run import resume, schema
+from tfdist.run import schema
 from tfdist.run.config import TrainConfig
 from tfdist.run.folder import RunFolder
 from tfdist.run.schema import RunRecord
 
 
 def rows(model: keras.Model, spec: DataSpec, dataset: str, path: Path) -> list[tuple[str, str]]:
-    """The rows `load` and `input`.
+    """The rows `load` and `input` of the final table: how to load the saved model, and what input it takes.
 
     Args:
         model: the trained model.
         spec: the facts about the dataset.
-        dataset: the dataset's name as the user gave it.
+        dataset: the dataset's name as the user wrote it.
         path: the file of the model.
     """
     return [("load", loading(model, path)), ("input", f"{_inputs(model, spec)}; {_content(spec, dataset)}")]
 
 
 def loading(model: keras.Model, path: Path) -> str:
-    """The Python code that loads the model."""
-    own = {type(layer) for layer in keras_internals.all_layers(model) if not keras_internals.is_of_keras(type(layer))}
-    own.discard(type(model) if type(model) is keras.Model else None)
-    modules = sorted({kind.__module__ for kind in own})
-    others = sorted(kind.__name__ for kind in own if keras.saving.get_registered_name(kind) == kind.__name__)
-    named = ", ".join(f"{name!r}: {_module_of(own, name)}.{name}" for name in others)
+    """The Python code that loads the saved model."""
+    classes = {type(layer) for layer in keras_internals.all_layers(model)}
+    custom = {kind for kind in classes if not keras_internals.is_of_keras(kind)}
+    modules = sorted({kind.__module__ for kind in custom})
+    unregistered = {
+        kind.__name__: kind.__module__ for kind in custom if keras.saving.get_registered_name(kind) == kind.__name__
+    }
+    custom_objects = ", ".join(f"{name!r}: {module}.{name}" for name, module in sorted(unregistered.items()))
     compiled = [*keras_internals.metrics_of(model), model.loss]
-    plain = all(isinstance(one, str) or keras_internals.is_of_keras(type(one)) for one in compiled)
+    loadable = all(isinstance(part, str) or keras_internals.is_of_keras(type(part)) for part in compiled)
     arguments = [
         f"{str(path)!r}",
-        *([f"custom_objects={{{named}}}"] if named else []),
-        *([] if plain else ["compile=False"]),
+        *([f"custom_objects={{{custom_objects}}}"] if custom_objects else []),
+        *([] if loadable else ["compile=False"]),
     ]
     return "; ".join([*(f"import {module}" for module in modules), f"keras.saving.load_model({', '.join(arguments)})"])
 
 
-def _module_of(kinds: set[Any], name: str) -> str:
-    return next(kind.__module__ for kind in kinds if kind.__name__ == name)
-
-
 def _inputs(model: keras.Model, spec: DataSpec) -> str:
-    """Type and shape of each input, such as `float32 [N, 28, 28, 1]`."""
+    """Dtype and shape of each input, such as `float32 [N, 28, 28, 1]`."""
     inputs = keras.tree.flatten(getattr(model, "inputs", None) or [])
     if not inputs:
-        return _typed("int32" if spec.vocabulary_size else "float32", spec.input_shape)
-    found = [_typed(one.dtype, one.shape[1:]) for one in inputs]
-    if len(found) == 1:
-        return found[0]
-    return ", ".join(f"{one.name}: {text}" for one, text in zip(inputs, found, strict=True))
+        return _dtype_and_shape("int32" if spec.vocabulary_size else "float32", spec.input_shape)
+    texts = [_dtype_and_shape(tensor.dtype, tensor.shape[1:]) for tensor in inputs]
+    if len(texts) == 1:
+        return texts[0]
+    return ", ".join(f"{tensor.name}: {text}" for tensor, text in zip(inputs, texts, strict=True))
 
 
-def _typed(dtype: str, shape: Any) -> str:
+def _dtype_and_shape(dtype: str, shape: Any) -> str:
     return f"{dtype} [{', '.join(['N', *('any' if size is None else str(size) for size in shape)])}]"
 
 
 def _content(spec: DataSpec, dataset: str) -> str:
     if ":" in dataset:
-        return f"scaled as `{dataset}` gives it"
+        return f"scaled as `{dataset}` returns it"
     if spec.vocabulary:
-        return "words by their number in vocabulary.txt, from 0"
+        return "word IDs, the lines of vocabulary.txt counted from 0"
     if spec.vocabulary_size:
-        return "tokens by number, as the dataset gives them"
-    return "pixels from 0 to 1 (bytes divided by 255)" if len(spec.input_shape) == 3 else "as the dataset gives it"
+        return "token IDs, as the dataset returns them"
+    return "pixels from 0 to 1 (bytes divided by 255)" if len(spec.input_shape) == 3 else "as the dataset returns it"
 
 
-class Recorded(Protocol):
-    """A run of the command, whose record is filled; `tfdist.run.session.Session` is one.
-
-    Attributes:
-        config: what is trained.
-        folder: the folder of its files.
-        record: `None` before it begins.
-        command: the command and its options.
-        typed: the command line as it was typed.
-        started: when the process began.
-        data_touched: when the dataset was first read, by `time.monotonic`.
-    """
+class RecordedRun(Protocol):
+    """The attributes of `tfdist.run.session.Session`, which imports this module, that are used here."""
 
     config: TrainConfig
     folder: RunFolder
@@ -109,27 +99,73 @@ class Recorded(Protocol):
     data_touched: float
 
     @property
-    def model_options(self) -> dict[str, Any]:
-        """The options of the model."""
-        ...
+    def model_options(self) -> dict[str, Any]: ...
 
-    def raise_if_interrupted(self) -> None:
-        """Raises `KeyboardInterrupt` if the run is to end."""
-        ...
+    def raise_if_interrupted(self) -> None: ...
 
-    def write_record(self) -> None:
-        """Writes the record of all processes, in the chief."""
-        ...
+    def write_record(self) -> None: ...
+
+
+def continued(earlier: list[str], command: list[str]) -> list[str]:
+    """The complete command of a resumed run: the options of `command` override those of the command `earlier`."""
+    is_complete = any(argument == "--strategy" or argument.startswith("--strategy=") for argument in command)
+    return command if is_complete else [*earlier, *command[2:]]
+
+
+def check_resumed(config: TrainConfig, earlier: RunRecord) -> None:
+    """Raises `UsageError` unless the resumed run has the same model and the same examples in the same order."""
+    options, earlier_options = (
+        {name: str(value) for name, value in config.load_options.items()},
+        earlier.dataset.options,
+    )
+    settings = [
+        ("--dataset", earlier.dataset.name, config.dataset),
+        *(
+            ("--data-option", _setting(name, earlier_options), _setting(name, options))
+            for name in sorted(earlier_options | options)
+        ),
+        ("--augment", earlier.dataset.augment, config.augment),
+        ("--input", earlier.dataset.input, config.input),
+        ("--model", earlier.model.name, config.model),
+        ("--batch-size", earlier.global_batch_size, config.batch_size),
+        ("--seed", earlier.seed, config.seed),
+    ]
+    for option, earlier_value, value in settings:
+        if earlier_value != value:
+            raise UsageError(
+                f"The run in `{config.run_dir}` was started with `{option} {earlier_value}`, and it is resumed with "
+                f"`{option} {value}`",
+                f"use `{option} {earlier_value}`, or start a new run in another `--run-dir`",
+            )
+
+
+def resume_warning(config: TrainConfig, earlier: RunRecord) -> str | None:
+    """Returns a warning if no epoch is left to train, or if the learning rate schedule has changed; else `None`."""
+    done, before, now = len(earlier.epochs), earlier.planned_epochs, config.epochs
+    if done >= now:
+        trained = terminal.counted(done, "epoch")
+        return f"The run has trained {trained} already, and `--epochs` is {now}: the model is only evaluated"
+    if config.schedule == "constant" or before in (None, now):
+        return None
+    return (
+        f"The run was started with `--epochs {before}`, and it is resumed with `--epochs {now}`: "
+        f"`--schedule {config.schedule}` now ends after epoch {now}, and the learning rates of the earlier epochs "
+        f"differ from those of a run that was started with `--epochs {now}`"
+    )
+
+
+def _setting(name: str, options: Mapping[str, str]) -> str:
+    return f"{name}={options[name]}" if name in options else f"{name} unset"
 
 
 def begin_record(
-    session: Recorded, strategy: Any, model: Any, source: data.Source, earlier: RunRecord | None
+    session: RecordedRun, strategy: Any, model: Any, source: data.Source, earlier: RunRecord | None
 ) -> RunRecord:
-    """The record of a new run, or of one that continues the run of `earlier`."""
+    """Returns the record of a run that begins, or that continues the run with the record `earlier`."""
     config = session.config
     world = strategy.world
     return RunRecord(
-        command=session.command if earlier is None else resume.continued(earlier.command, session.command),
+        command=session.command if earlier is None else continued(earlier.command, session.command),
         typed=[*([] if earlier is None else earlier.typed), session.typed],
         started=session.started if earlier is None else earlier.started,
         machine=schema.Machine.detect([gpu.name for gpu in tf.config.list_physical_devices("GPU")]),
@@ -140,7 +176,7 @@ def begin_record(
         strategy=schema.StrategyRecord(
             name=config.strategy,
             options=strategy.options(),
-            # With parameter servers the workers compute at the same time, each its own step.
+            # With parameter servers, each worker computes its own steps.
             replicas=getattr(strategy, "num_workers", strategy.num_replicas),
         ),
         world=schema.WorldRecord(
@@ -178,16 +214,16 @@ def begin_record(
 
 
 class Recorder(keras.callbacks.Callback):
-    """Updates the record after each epoch."""
+    """A callback that updates the record after each epoch."""
 
-    def __init__(self, session: Recorded, strategy: Strategy, throughput: Any, timer: Any):
+    def __init__(self, session: RecordedRun, strategy: Strategy, throughput: Any, timer: Any):
         super().__init__()
         self._session = session
         self._strategy = strategy
         self._throughput = throughput
         self._timer = timer
-        found = session.record
-        self._seconds_before = (found.epochs[-1].elapsed_seconds or 0.0) if found is not None and found.epochs else 0.0
+        epochs = [] if session.record is None else session.record.epochs
+        self._seconds_before = (epochs[-1].elapsed_seconds or 0.0) if epochs else 0.0
         self._sent_before: int | None = None
         self._exchanged_before: ExchangeTotals | None = None
 
@@ -195,23 +231,23 @@ class Recorder(keras.callbacks.Callback):
         return None
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-        found = self._session.record
-        assert found is not None
-        found.epochs = [earlier for earlier in found.epochs if earlier.epoch <= epoch]
+        record = self._session.record
+        assert record is not None
+        record.epochs = [earlier for earlier in record.epochs if earlier.epoch <= epoch]
         self._sent_before, self._exchanged_before = _network_bytes(), self._strategy.exchanged()
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         self._session.raise_if_interrupted()
-        found = self._session.record
-        if found is not None and found.model.parameters is None:
-            found.model.parameters = _parameters(self.model)
-        if found is not None and found.startup_seconds is None:
-            found.startup_seconds = (datetime.now(UTC) - found.started).total_seconds()
+        record = self._session.record
+        if record is not None and record.model.parameters is None:
+            record.model.parameters = _parameters(self.model)
+        if record is not None and record.startup_seconds is None:
+            record.startup_seconds = (datetime.now(UTC) - record.started).total_seconds()
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        found = self._session.record
-        assert found is not None
-        found.epochs.append(
+        record = self._session.record
+        assert record is not None
+        record.epochs.append(
             schema.EpochRecord.from_logs(
                 epoch + 1,
                 logs or {},
@@ -221,25 +257,25 @@ class Recorder(keras.callbacks.Callback):
                 network_bytes=None if (sent := _network_bytes()) is None else sent - (self._sent_before or 0),
             )
         )
-        found.optimizer_steps = int(keras.ops.convert_to_numpy(self.model.optimizer.iterations))
-        found.peak_memory_bytes = memory.peak_resident_bytes()
-        found.partition = _partition(self.model)
+        record.optimizer_steps = int(keras.ops.convert_to_numpy(self.model.optimizer.iterations))
+        record.peak_memory_bytes = memory.peak_resident_bytes()
+        record.partition = _partition(self.model)
         if self._timer is not None:
-            found.time_to_target = schema.TargetRecord(
+            record.time_to_target = schema.TargetRecord(
                 monitor=self._timer.monitor,
                 target=self._timer.target,
                 seconds=self._timer.seconds,
                 epoch=self._timer.epoch,
             )
-        self._record_processes(found)
+        self._record_processes(record)
         self._session.write_record()
         if self._session.folder.is_chief:
-            self._session.folder.write_history(found)
+            self._session.folder.write_history(record)
 
-    def _record_processes(self, found: RunRecord) -> None:
-        """Records the figures of all processes, which tell them to each other at the end of an epoch."""
-        epoch, exchanged = found.epochs[-1], self._strategy.exchanged()
-        mine = {
+    def _record_processes(self, record: RunRecord) -> None:
+        """Gathers the figures of all processes at the end of an epoch, and records them."""
+        epoch, exchanged = record.epochs[-1], self._strategy.exchanged()
+        figures = {
             "peak_memory_bytes": memory.peak_resident_bytes(),
             "peak_gpu_memory_bytes": memory.peak_gpu_bytes(),
             "cpu_seconds": time.process_time(),
@@ -247,12 +283,12 @@ class Recorder(keras.callbacks.Callback):
         }
         in_epoch = {}
         if exchanged is not None and self._exchanged_before is not None:
-            mine |= dataclasses.asdict(exchanged)
+            figures |= dataclasses.asdict(exchanged)
             in_epoch = dataclasses.asdict(exchanged.since(self._exchanged_before))
-        of_all = consensus.all_gather_object(self._strategy, [mine, in_epoch], "ends an epoch")
-        found.processes = schema.ProcessRecord.of_all([figures for figures, _ in of_all])
+        gathered = consensus.all_gather_object(self._strategy, [figures, in_epoch], "ends an epoch")
+        record.processes = schema.ProcessRecord.of_all([figures for figures, _ in gathered])
         for name in in_epoch:
-            setattr(epoch, name, sum(counted[name] for _, counted in of_all))
+            setattr(epoch, name, sum(counts[name] for _, counts in gathered))
 
 
 def _partition(model: Any) -> schema.PartitionRecord | None:
@@ -269,25 +305,24 @@ def _partition(model: Any) -> schema.PartitionRecord | None:
 
 
 def _parameters(model: Any) -> int | None:
-    """The number of scalars in the weights; `None` for a model whose weights are made by its first step."""
+    """The number of scalars in the weights; `None` for a model that is not built yet."""
     return int(model.count_params()) if model.built else None
 
 
 def _digest(model: Any) -> str | None:
-    """A hash of the weights, which the chief gives to the others; `None` for a model without any."""
+    """A hash of the weights, which the chief broadcasts; `None` for a model that is not built yet."""
     if not model.built:
         return None
     digest = hashlib.sha256()
     for weight in model.weights:
         value = np.ascontiguousarray(keras.ops.convert_to_numpy(weight))
-        digest.update(
-            value.reshape(-1).view(np.uint8).data
-        )  # no copy of the bytes, and also of types that only Keras knows
+        # A view of bytes avoids a copy, and works for dtypes that NumPy does not know, such as bfloat16.
+        digest.update(value.reshape(-1).view(np.uint8).data)
     return digest.hexdigest()[:16]
 
 
 def _network_bytes() -> int | None:
-    """What the processes of the job have sent so far; `None` where others use their network too."""
+    """The bytes that the job's processes have sent; `None` if the job shares its network with other programs."""
     if job_environment.OWN_NETWORK not in os.environ:
         return None
     return int(psutil.net_io_counters().bytes_sent)

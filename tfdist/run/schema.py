@@ -1,7 +1,6 @@
 """The schema of `run.json`, the record of a run.
 
-`docs/run.json.md` describes every field. This module imports neither TensorFlow nor Keras; its callers pass their
-values.
+`docs/run.json.md` describes every field. This module imports neither TensorFlow nor Keras.
 
 Synopsis:
 
@@ -31,10 +30,10 @@ SCHEMA_VERSION = 8
 
 
 def _finite_or_none(value: Any) -> Any:
-    """`None` for NaN and infinity, which JSON does not have."""
+    """`None` for NaN and infinity, which JSON cannot represent."""
     if value is None or isinstance(value, str):
         return value
-    number = float(value)  # NumPy's and TensorFlow's scalars too
+    number = float(value)  # also converts scalars of NumPy and TensorFlow
     return number if math.isfinite(number) else None
 
 
@@ -46,7 +45,7 @@ class _Part(BaseModel):
 
 
 class Versions(_Part):
-    """The versions that computed the run; `None` for a package that was not installed."""
+    """The versions of the packages; `None` for a package that is not installed."""
 
     python: str
     tfdist: str
@@ -62,7 +61,7 @@ class Versions(_Part):
 
 
 class Machine(_Part):
-    """The machine, without its name."""
+    """The machine, without its host name."""
 
     cpu: str
     cores: int
@@ -72,7 +71,7 @@ class Machine(_Part):
 
     @classmethod
     def detect(cls, gpus: Sequence[str] = ()) -> Machine:
-        """This machine; the caller names the GPUs, which only TensorFlow knows."""
+        """This machine; the caller passes the names of the GPUs, which only TensorFlow knows."""
         return cls(
             cpu=_cpu_model(),
             cores=cores(),
@@ -90,7 +89,7 @@ class Threads(_Part):
 
 
 class StageRecord(_Part):
-    """A stage of a pipeline; `busy_seconds`, of a traced run, are those in which it computes in a step."""
+    """A stage of a pipeline; in a traced run, `busy_seconds` is the time per step in which it computes."""
 
     device: str
     layers: list[str]
@@ -99,10 +98,10 @@ class StageRecord(_Part):
 
 
 class StrategyRecord(_Part):
-    """The strategy, by name and options; with `pipeline`, a replica is a micro-batch.
+    """The strategy with its options; with `pipeline`, a replica is a micro-batch.
 
-    In a traced run of a pipeline, `bubble` is the fraction of the passes of a step in which a stage waits, and
-    `even_bubble` what it is for stages that take the same time, (S - 1) / (M + S - 1).
+    In a traced run of a pipeline, `bubble` is the fraction of a step's time in which a stage waits, and `even_bubble`
+    is that fraction for stages that take the same time, (S - 1) / (M + S - 1).
     """
 
     name: str
@@ -132,7 +131,7 @@ class ModelRecord(_Part):
 
 
 class BreakdownRecord(_Part):
-    """What a traced step is spent on, in seconds; see `tfdist.profiling.breakdown`."""
+    """The breakdown of a traced step's time, in seconds; see `tfdist.profiling.breakdown`."""
 
     compute_seconds: float
     communication_seconds: float
@@ -141,7 +140,7 @@ class BreakdownRecord(_Part):
 
 
 class PartitionRecord(_Part):
-    """What a step costs beyond that of one device, where it is partitioned; see `tfdist.spmd`."""
+    """The additional cost of a partitioned step, compared with one device; see `tfdist.spmd`."""
 
     repeated_share: float
     gathered_values: int
@@ -182,7 +181,7 @@ class EpochRecord(_Part):
     def from_logs(
         cls, epoch: int, logs: Mapping[str, Any], train_seconds: float, evaluation_seconds: float = 0.0, **figures: Any
     ) -> EpochRecord:
-        """The record of epoch number `epoch`, from 1, with the logs of Keras and of tfdist's callbacks."""
+        """Returns the record of epoch number `epoch`, counted from 1, from the logs of Keras and tfdist's callbacks."""
         metrics = {name: value for name, value in logs.items() if name not in _NOT_METRICS}
         return cls(
             epoch=epoch,
@@ -209,23 +208,23 @@ class ProcessRecord(_Part):
 
     @classmethod
     def of_all(cls, figures: Sequence[Mapping[str, Any]]) -> list[ProcessRecord]:
-        """The records of all processes, from the fields and the `metrics` of each; the first is the chief."""
-        of_chief = figures[0]["metrics"]
+        """The records of all processes, from the fields and the `metrics` of each process; the first is the chief."""
+        chief_metrics = figures[0]["metrics"]
         return [
             cls(
-                **{name: value for name, value in each.items() if name != "metrics"},
-                differing_metrics=None if each["metrics"] == of_chief else each["metrics"],
+                **{name: value for name, value in fields.items() if name != "metrics"},
+                differing_metrics=None if fields["metrics"] == chief_metrics else fields["metrics"],
             )
-            for each in figures
+            for fields in figures
         ]
 
 
-# Values that tfdist's callbacks put into the logs, and that the record holds elsewhere.
+# Values in the logs of tfdist's callbacks for which the record has other fields.
 _NOT_METRICS = ("examples_per_second", "step_seconds", "peak_memory_bytes", "peak_gpu_memory_bytes")
 
 
 class TargetRecord(_Part):
-    """The target, and when it was reached."""
+    """The target, and the time and epoch in which it was reached."""
 
     monitor: str
     target: float
@@ -237,7 +236,7 @@ Status = Literal["running", "completed", "stopped", "interrupted", "failed"]
 
 
 class RunRecord(_Part):
-    """All of `run.json`."""
+    """The whole content of `run.json`."""
 
     schema_version: int = SCHEMA_VERSION
     status: Status = "running"
@@ -274,7 +273,7 @@ class RunRecord(_Part):
 
 
 def example() -> RunRecord:
-    """A record of a run that has just begun; for documentation and tests."""
+    """Returns the record of a run that has just begun, for documentation and tests."""
     return RunRecord(
         command=["tfdist", "train", "--model", "cnn"],
         typed=["python -m tfdist.train --model cnn"],

@@ -1,12 +1,4 @@
-"""One training run of `tfdist train`, from its config to its record.
-
-Importing this module imports TensorFlow.
-
-The vocabularies of a run lie in its folder, and are equal in all processes of a job. On a CPU, a step with few FLOPs is
-faster with one thread per operation than with all cores: waking the other threads takes longer than the work. Measured
-on four cores: `mlp` at batch 32 takes 0.48 ms per step on one thread and 0.78 ms on four; `cnn` at batch 128 takes 33
-ms on one and 17 ms on four.
-"""
+"""One training run of `tfdist train`, from its config to its record. Importing this module imports TensorFlow."""
 
 from __future__ import annotations
 
@@ -32,44 +24,47 @@ from tfdist.internals import keras as keras_internals
 from tfdist.internals.tensorflow import runtime_started
 from tfdist.jobs import consensus
 from tfdist.profiling import trace
-from tfdist.run import advice, optimizers, recorder, resume, schema
+from tfdist.run import advice, optimizers, recorder, schema
 from tfdist.run.config import TrainConfig
 from tfdist.run.folder import RunFolder, load_record, writing
 from tfdist.run.recorder import Recorder, begin_record
 from tfdist.run.schema import RunRecord
 from tfdist.verification.bounds import BoundReport
 
-# Between `mlp` at batch 128 (78 million) and `lenet` at batch 32 (92 million), where both settings take the same time.
+# On a CPU, a step with few FLOPs is faster with one thread per operation than with all cores, because waking the other
+# threads takes longer than the work. Measured on four cores: `mlp` at batch 32 takes 0.48 ms per step on one thread and
+# 0.78 ms on four; `cnn` at batch 128 takes 33 ms on one and 17 ms on four. Both take the same time between `mlp` at
+# batch 128 (78 million) and `lenet` at batch 32 (92 million).
 SMALL_STEP_OPERATIONS = 85_000_000
 
 
 def step_is_small(model: str, spec: Any, batch_size: int, options: Mapping[str, Any] | None = None) -> bool:
-    """Whether a training step of the model named `model` is faster on one thread of a CPU than on all."""
+    """Whether a training step of the model named `model` is faster on one CPU thread than on all cores."""
     return step_operations(model, spec, batch_size, options) < SMALL_STEP_OPERATIONS
 
 
 def step_operations(model: str, spec: Any, batch_size: int, options: Mapping[str, Any] | None = None) -> float:
-    """FLOPs of the matrix products of a training step: one forward pass, and a backward pass that counts as two.
+    """Returns the FLOPs of the matrix products of a training step; the backward pass counts as two forward passes.
 
-    Infinite if unknown: for a model whose layers are not all built and connected, such as a subclassed one.
+    Infinite if unknown, for a model whose layers are not all built and connected, such as a subclassed model.
     """
-    with tf.Graph().as_default():  # variables in a graph of its own do not start TensorFlow's devices
+    with tf.Graph().as_default():  # variables in a separate graph do not initialize TensorFlow's devices
         built = models.build(model, spec, **options or {})
         layers = [layer for layer in keras_internals.all_layers(built) if not isinstance(layer, keras.Model)]
         known = all(layer.built and keras_internals.is_connected(layer) for layer in layers)
         length = 1 if spec.vocabulary_size == 0 else spec.input_shape[0]
         forward = sum(_operations(layer, length) for layer in layers) if known else math.inf
-    keras.backend.clear_session()  # so that the names of the layers are free again
+    keras.backend.clear_session()  # makes the names of the layers available again
     return 3 * batch_size * forward
 
 
 def _operations(layer: Any, length: int) -> int:
     """Forward FLOPs per example: 2 x kernel size x output positions.
 
-    A recurrent layer computes a state at each of the `length` positions of its input, even if it returns only one.
+    A recurrent layer computes a state at each of the `length` positions of its input, even if it returns only the last.
     """
     kernels = [weight for weight in layer.trainable_weights if len(weight.shape) >= 2]
-    if not kernels or isinstance(layer, keras.layers.Embedding):  # looked up, not multiplied
+    if not kernels or isinstance(layer, keras.layers.Embedding):  # an embedding is a lookup, not a product
         return 0
     output = keras.tree.flatten(layer.output)[0]
     recurrent = isinstance(layer, keras.layers.RNN | keras.layers.Bidirectional)
@@ -77,49 +72,46 @@ def _operations(layer: Any, length: int) -> int:
     return sum(2 * math.prod(kernel.shape) * positions for kernel in kernels)
 
 
-def asks_chief(config: TrainConfig) -> bool:
-    """Whether the dataset makes a vocabulary, which the other processes must get from the chief."""
-    return (
-        config.traits.processes and data.knows(config.dataset, "vocabulary") and "vocabulary" not in config.load_options
-    )
+def vocabularies(source: data.Source) -> dict[str, list[str]]:
+    """The vocabularies of the dataset by name: lists of words in the order of their IDs."""
+    tokens = {name: list(getattr(source.spec, name)) for name in ("vocabulary", "target_vocabulary")}
+    return {name: words for name, words in tokens.items() if words}
 
 
-def of_source(source: data.Source) -> dict[str, list[str]]:
-    """The vocabularies of the dataset by name: lists of words in the order of their numbers."""
-    found = {name: list(getattr(source.spec, name)) for name in ("vocabulary", "target_vocabulary")}
-    return {name: tokens for name, tokens in found.items() if tokens}
+def write_vocabularies(folder: RunFolder, strategy: Any, source: data.Source) -> None:
+    """Writes the vocabularies to the run folder.
 
-
-def keep(folder: RunFolder, strategy: Any, source: data.Source) -> None:
-    """Writes the vocabularies to the run folder; refuses other ones of another process or of a resumed run."""
-    found = of_source(source)
-    if not found:
+    Raises:
+        TfdistError: another process, or the run that is resumed, has a different vocabulary.
+    """
+    words = vocabularies(source)
+    if not words:
         return
     if strategy.world.world_size > 1:
-        facts = {name: consensus.fingerprint(tokens) for name, tokens in found.items()}
+        facts = {name: consensus.fingerprint(tokens) for name, tokens in words.items()}
         splits = [split for split in data.SPLITS if source.spec.examples[split]]
-        facts |= {f"the words of `{split}`": _fingerprint_of_numbers(source, split) for split in splits}
+        facts |= {f"the words of `{split}`": _fingerprint(source, split) for split in splits}
         consensus.require_equal(strategy, facts)
     if strategy.world.is_chief:
         with writing(folder.path):
-            for name, tokens in found.items():
+            for name, tokens in words.items():
                 text.keep_vocabulary(getattr(folder, name), tokens)
 
 
-def _fingerprint_of_numbers(source: data.Source, split: str) -> str:
+def _fingerprint(source: data.Source, split: str) -> str:
     x, y = source.arrays(split)
     return consensus.fingerprint_of_arrays([*(x.values() if isinstance(x, dict) else [x]), y])
 
 
 class Session:
-    """A run that can be closed at any moment; its record then says how far it came.
+    """A training run that can be closed at any time; its record then shows how far the run got.
 
     Args:
-        config: what to train.
+        config: the options of the run.
         folder: the folder of its files.
         command: the command and its options, for the record.
-        typed: the command line as it was typed.
-        started: when the process began.
+        typed: the command line as the user typed it.
+        started: the time when the process started.
         show: prints a line for the user.
     """
 
@@ -135,18 +127,18 @@ class Session:
         self.config = config
         self.folder = folder
         self.record: RunRecord | None = None
-        self.data_touched = time.monotonic()  # again when the dataset is read
+        self.data_touched = time.monotonic()  # set again when the dataset is read
         self.command = command
         self.typed = typed
         self.started = started
         self._show = show
         self._profile: callbacks.Profile | None = None
         self._interrupted = False
-        self._shown: dict[str, str] = {}
-        self.usage: list[tuple[str, str]] = []  # rows of the table: how to use the saved model
+        self._task_files: dict[str, str] = {}
+        self.usage: list[tuple[str, str]] = []  # rows of the final table: how to use the saved model
 
     def interrupt(self) -> None:
-        """Ends the run with `KeyboardInterrupt`, after the current steps at the latest."""
+        """Makes the run end with `KeyboardInterrupt`, at the latest after the current steps."""
         self._interrupted = True
 
     def raise_if_interrupted(self) -> None:
@@ -155,17 +147,17 @@ class Session:
             raise KeyboardInterrupt
 
     def run(self) -> RunRecord:
-        """Trains, evaluates and saves the model; returns the record as it was written."""
+        """Trains, evaluates and saves the model, and returns the final record."""
         config = self.config
         earlier = load_record(self.folder.run_dir) if config.resume and self.folder.run_json.exists() else None
         if earlier is not None:
-            resume.refuse_other_run(config, earlier)
-            self._warn(resume.about(config, earlier))
-        strategy, source, model, train = self._built()
+            recorder.check_resumed(config, earlier)
+            self._warn(recorder.resume_warning(config, earlier))
+        strategy, source, model, train = self._build()
         self.record = begin_record(self, strategy, model, source, earlier)
         self.write_record()
-        keep(self.folder, strategy, source)
-        self._tell_skipped(source)
+        write_vocabularies(self.folder, strategy, source)
+        self._report_skipped(source)
         strategy.fit(
             model,
             train,
@@ -182,36 +174,36 @@ class Session:
         with strategy.whole_state(model):
             if strategy.world.is_chief:
                 with writing(self.folder.path):
-                    files.write_whole(self.folder.model, model.save)
+                    files.write_atomically(self.folder.model, model.save)
         if strategy.world.is_chief:
             self.usage = recorder.rows(model, source.spec, config.dataset, self.folder.model)
         self._show_task(model, source, strategy)
         if self._profile is not None and self._profile.traced and strategy.world.is_chief:
-            self._keep_profile()
+            self._write_profile()
         if model.stop_training:
             self.close("stopped", f"validation accuracy reached {config.target_accuracy}")
         else:
             self.close("completed", None)
         if self._profile is not None and self._profile.untraced is not None:
-            raise UsageError(self._profile.untraced, "profile earlier steps with `--profile`, in a new run")
+            raise UsageError(self._profile.untraced, "profile earlier steps in a new run with `--profile`")
         return self.record
 
     def verify(self) -> None:
-        """Compares the first steps with those of one device, and shows the differences.
+        """Compares the first steps with one device, and shows the differences.
 
         Raises:
-            VerificationError: they are larger than rounding explains.
+            VerificationError: the differences are larger than rounding errors.
         """
         assert self.config.verify_steps is not None
-        strategy, _, model, train = self._built()
+        strategy, _, model, train = self._build()
         report = strategy.verify(model, train, steps=self.config.verify_steps)
-        stated = None if strategy.bound is None or isinstance(report, BoundReport) else strategy.bound.equality
-        why = "" if stated is None else f" Its bound is: {stated}."
-        # Below the table, where a terminal shows it.
-        self._show(f"{report.table}\n\n{report.verdict}{why}")
+        equality = None if strategy.bound is None or isinstance(report, BoundReport) else strategy.bound.equality
+        bound = "" if equality is None else f" Its bound is: {equality}."
+        # The verdict is below the table, at the end of the terminal's output.
+        self._show(f"{report.table}\n\n{report.verdict}{bound}")
 
-    def _built(self) -> tuple[Any, data.Source, Any, Any]:
-        """The strategy, the dataset, the compiled model, and the training batches."""
+    def _build(self) -> tuple[Any, data.Source, Any, Any]:
+        """Returns the strategy, the dataset, the compiled model and the training batches."""
         config = self.config
         strategy, source = self._strategy_and_source()
         keras.utils.set_random_seed(config.seed)
@@ -222,29 +214,29 @@ class Session:
             compiled = model.compiled
             if not compiled:
                 tasks.compile(model, source.spec, optimizers.make(config, train.num_batches))
-        if _is_of_user(config):
-            self._advise(model, source, compiled)
+        if ":" in config.model or ":" in config.dataset:  # the user's own code
+            self._warn_of_mistakes(model, source, compiled)
         return strategy, source, model, train
 
     def _training_feed(self, strategy: Any, source: data.Source) -> Any:
-        """The training batches, of the input that was asked for."""
+        """The training batches, from the requested input."""
         config = self.config
         if config.input == "synthetic":
-            return repeated.feed(source, "train", config.batch_size, augment=config.augment, **self._of_feed())
+            return repeated.feed(source, "train", config.batch_size, augment=config.augment, **self._feed_options())
         if config.input == "cached":
             source = source.cached()
         return self._feed(strategy, source, "train", augment=config.augment)
 
     def _feed(self, strategy: Any, source: data.Source, split: str, **options: Any) -> Any:
-        return source.feed(split, self.config.batch_size, world=strategy.world, **self._of_feed(), **options)
+        return source.feed(split, self.config.batch_size, world=strategy.world, **self._feed_options(), **options)
 
-    def _of_feed(self) -> dict[str, Any]:
-        """The options of all feeds."""
-        streams = {"stream_positions": True} if _keeps_streams(self.config) else {}
+    def _feed_options(self) -> dict[str, Any]:
+        """The common options of all feeds."""
+        streams = {"stream_positions": True} if _has_streams(self.config) else {}
         return {"seed": self.config.seed, **streams}
 
     def close(self, status: schema.Status, reason: str | None) -> None:
-        """Ends an open trace and writes the record with the final status of the run."""
+        """Ends an open trace, and writes the record with the final status of the run."""
         if self._profile is not None:
             self._profile.close()
         if self.record is None:
@@ -259,24 +251,29 @@ class Session:
             self.folder.draw_curves(self.record)
 
     def write_record(self) -> None:
-        """Writes the record of all processes, in the chief."""
+        """Writes the record, if this process is the chief."""
         if self.folder.is_chief and self.record is not None:
             self.folder.write(self.record)
 
     @property
     def model_options(self) -> dict[str, Any]:
-        """The options of the model; a stateful one has one stream per example of a global batch."""
-        of_batch = {"streams": self.config.batch_size} if _keeps_streams(self.config) else {}
-        return of_batch | dict(self.config.model_options)
+        """The options of the model; a stateful model has one stream per example of a global batch."""
+        streams = {"streams": self.config.batch_size} if _has_streams(self.config) else {}
+        return streams | dict(self.config.model_options)
 
     def _strategy_and_source(self) -> tuple[Any, data.Source]:
-        """The strategy is made before the dataset, since the user's own code may start TensorFlow, where it can be."""
-        if _may_use_one_thread(self.config):
+        """Creates the strategy and loads the dataset.
+
+        The strategy is created first if possible, because the user's dataset may initialize TensorFlow.
+        """
+        config = self.config
+        if _may_use_one_thread(config):
             source = self._load()
             return self._strategy(source), source
         strategy = self._strategy(None)
-        if asks_chief(self.config):
-            return strategy, self._load_with_words_of_chief(strategy)
+        builds_vocabulary = data.knows(config.dataset, "vocabulary") and "vocabulary" not in config.load_options
+        if config.traits.processes and builds_vocabulary:
+            return strategy, self._load_with_chief_vocabulary(strategy)
         return strategy, self._load()
 
     def _load(self, **options: Any) -> data.Source:
@@ -285,27 +282,27 @@ class Session:
         source = for_model.load(config.model, config.dataset, config.data_dir, **config.load_options, **options)
         return source if config.limit is None else source.limit(config.limit)
 
-    def _load_with_words_of_chief(self, strategy: Any) -> data.Source:
-        """The chief makes the vocabulary; the other processes receive it, write it to their run folder, and use it."""
+    def _load_with_chief_vocabulary(self, strategy: Any) -> data.Source:
+        """The chief builds the vocabulary; the other processes receive it, write it to their run folder, and use it."""
         source = self._load() if strategy.world.is_chief else None
-        of_chief = consensus.broadcast_from_chief(strategy, {} if source is None else of_source(source))
+        words = consensus.broadcast_from_chief(strategy, {} if source is None else vocabularies(source))
         if source is not None:
             return source
-        paths = {name: getattr(self.folder, name) for name in of_chief if data.knows(self.config.dataset, name)}
+        paths = {name: getattr(self.folder, name) for name in words if data.knows(self.config.dataset, name)}
         with writing(self.folder.path):
             for name, path in paths.items():
-                text.write_vocabulary(path, of_chief[name])
+                text.write_vocabulary(path, words[name])
         return self._load(**{name: str(path) for name, path in paths.items()})
 
     def _strategy(self, source: data.Source | None) -> Any:
-        """The strategy; `single` and `custom` on one device use one thread if a step on `source` is small."""
+        """Creates the strategy; `single` and `custom` on one device use one thread if a step on `source` is small."""
         config = self.config
         options: dict[str, Any] = {}
-        free = not runtime_started()  # by the user's own code, which has fixed devices and threads
-        if config.strategy == "single" and free:
+        configurable = not runtime_started()  # else the user's own code has fixed devices and threads
+        if config.strategy == "single" and configurable:
             options["exclusive"] = True
         if (
-            free
+            configurable
             and source is not None
             and not tf.config.get_visible_devices("GPU")
             and _may_use_one_thread(config)
@@ -318,22 +315,21 @@ class Session:
         strategy = tfdist.strategy(config.strategy, devices=config.devices, seed=config.seed, **options)
         if config.devices is None and strategy.devices[0].startswith("CPU") and not strategy.one_device:
             count = len(strategy.devices)
-            what = "1 CPU device" if count == 1 else f"{count} logical CPU devices"
-            other = " per process" if config.traits.processes else "; `--devices N` sets another number"
-            self._show(f"No GPU found: `{config.strategy}` uses {what}{other}.")
+            devices = "1 CPU device" if count == 1 else f"{count} logical CPU devices"
+            hint = " per process" if config.traits.processes else "; `--devices N` sets another number"
+            self._show(f"No GPU found: `{config.strategy}` uses {devices}{hint}.")
         return strategy
 
-    def _tell_skipped(self, source: data.Source) -> None:
+    def _report_skipped(self, source: data.Source) -> None:
         count = len(source.skipped)
         if count:
             are, them = ("is", "it") if count == 1 else ("are", "them")
             self._show(f"{terminal.counted(count, 'bad example')} {are} left out; the log names {them}.")
             print(*source.skipped, sep="\n", file=sys.stderr)
 
-    def _advise(self, model: Any, source: data.Source, compiled: bool) -> None:
+    def _warn_of_mistakes(self, model: Any, source: data.Source, compiled: bool) -> None:
         """Warns of probable mistakes in the user's own model or dataset, and of options without effect."""
-        of_optimizer = ("optimizer", "learning_rate", "momentum", "weight_decay")
-        for name in of_optimizer if compiled else ():
+        for name in ("optimizer", "learning_rate", "momentum", "weight_decay") if compiled else ():
             if getattr(self.config, name) is not None:
                 self._warn(f"The model is compiled already, and `--{name.replace('_', '-')}` has no effect")
         for sentence in advice.about(model, source):
@@ -345,78 +341,68 @@ class Session:
 
     def _callbacks(self, strategy: Any) -> list[Any]:
         config = self.config
-        keep = callbacks.Checkpoint(self.folder.checkpoints, every_steps=config.checkpoint_steps, resume=config.resume)
+        checkpoint = callbacks.Checkpoint(
+            self.folder.checkpoints, every_steps=config.checkpoint_steps, resume=config.resume
+        )
         throughput = callbacks.Throughput()
-        found: list[Any] = [keep, throughput, callbacks.StopAtNonFiniteLoss(keep)]
+        result: list[Any] = [checkpoint, throughput, callbacks.StopAtNonFiniteLoss(checkpoint)]
         timer = None
         if config.target_accuracy is not None:
             timer = callbacks.TimeToTarget(config.target_accuracy)
-            found.append(timer)
+            result.append(timer)
         if config.tensorboard:
-            found.append(keras.callbacks.TensorBoard(str(self.folder.tensorboard)))
+            result.append(keras.callbacks.TensorBoard(str(self.folder.tensorboard)))
         if config.profile is not None:
             self._profile = callbacks.Profile(*config.profile, self.folder.tensorboard)
-            found.append(self._profile)
-        return [*found, Recorder(self, strategy, throughput, timer)]
+            result.append(self._profile)
+        return [*result, Recorder(self, strategy, throughput, timer)]
 
     def _files(self) -> dict[str, str]:
-        paths = {
-            "history": self.folder.history,
-            "curves": self.folder.curves,
-            "log": self.folder.log,
-            "vocabulary": self.folder.vocabulary,
-            "target_vocabulary": self.folder.target_vocabulary,
-            "profile": self.folder.profile,
-            "tensorboard": self.folder.tensorboard,
-            "checkpoints": self.folder.checkpoints,
-            "model": self.folder.model,
-        }
+        names = ("history", "curves", "log", "vocabulary", "target_vocabulary", "profile", "tensorboard", "checkpoints")
+        paths = {name: getattr(self.folder, name) for name in (*names, "model")}
         written = {"history", "curves"} if self.record is not None and self.record.epochs else {"history"}
-        return {name: path.name for name, path in paths.items() if name in written or path.exists()} | self._shown
+        return {name: path.name for name, path in paths.items() if name in written or path.exists()} | self._task_files
 
     def _show_task(self, model: Any, source: Any, strategy: Any) -> None:
-        """Writes the outputs of the task to the run folder, and adds its scores to the record."""
+        """Writes the task's example outputs to the run folder, and adds its scores to the record."""
         assert self.record is not None
         run = tasks.Run(model, source, strategy, self.folder.path, self.config.batch_size, self.config.seed)
         with writing(self.folder.path):
             tasks.show(run)
         self._warn(run.skipped)
-        self._shown = run.files
+        self._task_files = run.files
         if run.scores:
             self.record.test_metrics = {**(self.record.test_metrics or {}), **run.scores}
 
-    def _keep_profile(self) -> None:
+    def _write_profile(self) -> None:
+        """Writes the summary of the trace to the run folder and to the record."""
         summary = trace.summarize(self.folder.tensorboard)
-        text = trace.as_text(summary)
+        profile = trace.as_text(summary)
         assert self.record is not None
         if summary.breakdown is not None:
             self.record.breakdown = schema.BreakdownRecord(**dataclasses.asdict(summary.breakdown))
         if summary.stages is not None:
-            of_strategy = self.record.strategy
-            for stage, seconds in zip(of_strategy.stages, summary.stages.seconds, strict=False):
+            strategy = self.record.strategy
+            for stage, seconds in zip(strategy.stages, summary.stages.seconds, strict=False):
                 stage.busy_seconds = seconds
-            of_strategy.bubble, of_strategy.even_bubble = summary.stages.bubble, summary.stages.even_bubble
+            strategy.bubble, strategy.even_bubble = summary.stages.bubble, summary.stages.even_bubble
         with writing(self.folder.path):
-            files.write_text(self.folder.profile, text + "\n")
-        self._show(text)
-
-
-def _is_of_user(config: TrainConfig) -> bool:
-    """Whether model or dataset are the user's own code."""
-    return ":" in config.model or ":" in config.dataset
+            files.write_text(self.folder.profile, profile + "\n")
+        self._show(profile)
 
 
 def _may_use_one_thread(config: TrainConfig) -> bool:
     return config.strategy in ("single", "custom") and config.devices in (None, 1)
 
 
-def _keeps_streams(config: TrainConfig) -> bool:
+def _has_streams(config: TrainConfig) -> bool:
+    """Whether the model is stateful, with one stream of examples per row of a batch."""
     return models.knows(config.model, "streams")
 
 
 def _job_settings(config: TrainConfig) -> dict[str, str]:
     """The options that must be equal in all processes of a job."""
-    alike = (
+    names = (
         "model",
         "dataset",
         "data_options",
@@ -438,4 +424,4 @@ def _job_settings(config: TrainConfig) -> dict[str, str]:
         "gradient_accumulation",
         "seed",
     )
-    return {"--" + name.replace("_", "-"): str(getattr(config, name)) for name in alike}
+    return {"--" + name.replace("_", "-"): str(getattr(config, name)) for name in names}

@@ -34,7 +34,7 @@ def command(study: Path, out: Path) -> None:
     text = matrix.table(plan, results.found)
     (out / matrix.TABLE).write_text(text, encoding="utf-8")
     matrix.draw(plan, results.found, out / matrix.PICTURE)
-    with terminal.any_stdout(needed=True):
+    with terminal.guarded_stdout(needed=True):
         click.echo(text)
 
 

@@ -1,8 +1,8 @@
 """The loss, the metrics and the final outputs of a run, for each task.
 
 Each file in this folder is one task of `tfdist.data.spec.TASKS`, with `loss(spec)`, `metrics(spec)` and `show(run)`.
-Targets equal to `spec.ignored_class` (padding, unlabelled pixels) do not count in loss and metrics, on any number of
-replicas: the loss of a global batch is a mean over its other targets.
+Targets equal to `spec.ignored_class` (padding, unlabelled pixels) are ignored in the loss and the metrics: the loss of
+a global batch is the mean over its other targets, for any number of replicas.
 
 Importing this package imports neither Keras nor TensorFlow; its functions do.
 """
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class Run:
-    """A run after its training.
+    """A run after training.
 
     Attributes:
         model: the trained model.
@@ -36,9 +36,9 @@ class Run:
         folder: the folder for the files.
         batch_size: examples per global batch.
         seed: the seed of random draws.
-        files: the files written so far: their names in the folder, by their purpose.
+        files: the names in the folder of the files written so far, by their purpose.
         scores: the metrics computed so far.
-        skipped: why the final outputs are missing; `None` if they are not.
+        skipped: why the final outputs are missing; `None` if they are not missing.
     """
 
     model: keras.Model
@@ -58,7 +58,7 @@ class Run:
         return next(split for split in ("test", "validation", "train") if examples[split])
 
     def examples(self, count: int) -> tuple[Any, Any]:
-        """The first `count` examples x and targets y of that split; no more images are read."""
+        """The first `count` examples x and targets y of the split `split`, without reading further images."""
         if self.source.spec.vocabulary_size:
             x, y = self.source.arrays(self.split)
             return ({name: array[:count] for name, array in x.items()} if isinstance(x, dict) else x[:count]), y[:count]
@@ -67,7 +67,7 @@ class Run:
         return np.concatenate(xs)[:count], np.concatenate(ys)[:count]
 
     def predict(self, x: Any, shape: tuple[int, ...]) -> np.ndarray | None:
-        """The outputs of the model for `x`, `[n, *shape]`; `None` if they have another shape, see `fits`."""
+        """The outputs of the model for `x`, `[n, *shape]`; `None` if they have a different shape, see `fits`."""
         outputs = self.strategy.predict(self.model, x, batch_size=self.batch_size, verbose=0)
         return outputs if self.fits(outputs, shape) else None
 
@@ -75,16 +75,16 @@ class Run:
         """Whether `outputs` are `[n, *shape]`, as the task expects; a user's own model may return something else."""
         if isinstance(outputs, np.ndarray) and outputs.shape[1:] == shape:
             return True
-        found = f"shape {list(outputs.shape[1:])}" if isinstance(outputs, np.ndarray) else type(outputs).__name__
+        actual = f"shape {list(outputs.shape[1:])}" if isinstance(outputs, np.ndarray) else type(outputs).__name__
         self.skipped = (
             f"The final outputs of the task `{self.source.spec.task}` are left out: they need a model that returns "
-            f"{list(shape)} per example, and `{self.model.name}` returns {found}"
+            f"{list(shape)} per example, but `{self.model.name}` returns {actual}"
         )
         return False
 
-    def file(self, what: str, name: str) -> Path:
+    def file(self, purpose: str, name: str) -> Path:
         """The path for a new file, which is added to `files`."""
-        self.files[what] = name
+        self.files[purpose] = name
         return self.folder / name
 
 

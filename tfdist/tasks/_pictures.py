@@ -28,7 +28,7 @@ def grid(path: Path, columns: Sequence[tuple[str, Sequence[Any]]], title: str) -
         for row, image in enumerate(images):
             axes[row][column].imshow(np.squeeze(np.clip(image, 0, 1)), cmap="gray", vmin=0, vmax=1)
             axes[row][column].set_axis_off()
-    files.write_whole(path, figure.savefig)
+    files.write_atomically(path, figure.savefig)
 
 
 def colours(mask: np.ndarray, classes: int, ignored_class: int | None) -> np.ndarray:
@@ -43,7 +43,7 @@ def colours(mask: np.ndarray, classes: int, ignored_class: int | None) -> np.nda
 
 
 def confusion(path: Path, matrix: np.ndarray, names: Sequence[str], title: str) -> None:
-    """Draws how often class i (row) was predicted as class j (column).
+    """Draws a confusion matrix: how often class i (row) was predicted as class j (column).
 
     Args:
         path: the PNG file.
@@ -52,25 +52,25 @@ def confusion(path: Path, matrix: np.ndarray, names: Sequence[str], title: str) 
         title: the title of the figure.
     """
     classes = len(matrix)
-    shares = matrix / np.maximum(matrix.sum(axis=1, keepdims=True), 1)
+    fractions = matrix / np.maximum(matrix.sum(axis=1, keepdims=True), 1)
     side = min(12.0, 3.0 + 0.5 * classes)
     figure = _figure((side + 1.2, side))
     axes = figure.subplots()
-    shown = axes.imshow(shares, cmap="Blues", vmin=0, vmax=1)
-    figure.colorbar(shown, label="fraction of the class")
+    image = axes.imshow(fractions, cmap="Blues", vmin=0, vmax=1)
+    figure.colorbar(image, label="fraction of the class")
     axes.set(title=title, xlabel="predicted", ylabel="true")
     if classes <= 30:
         ticks = list(names) or list(map(str, range(classes)))
         axes.set_xticks(range(classes), ticks, rotation=90 if max(map(len, ticks)) > 3 else 0)
         axes.set_yticks(range(classes), ticks)
         for row, column in np.argwhere(matrix):
-            colour = "white" if shares[row, column] > 0.5 else "black"
+            colour = "white" if fractions[row, column] > 0.5 else "black"
             axes.text(column, row, f"{matrix[row, column]:,}", ha="center", va="center", color=colour, fontsize=7)
-    files.write_whole(path, figure.savefig)
+    files.write_atomically(path, figure.savefig)
 
 
 def _figure(size: tuple[float, float]) -> Any:
-    # Without pyplot, which would keep the figure in memory and choose a window system.
+    # Not pyplot, which would keep the figure in memory and choose a window system.
     from matplotlib.figure import Figure
 
     return Figure(figsize=size, dpi=120, layout="constrained")

@@ -14,22 +14,22 @@ SHOWN = 8
 
 
 def loss(spec: DataSpec) -> keras.losses.Loss:
-    """The mean over pixels and channels of the squared difference; pixels are in [0, 1]."""
+    """The mean squared difference over pixels and channels; pixels are in [0, 1]."""
     del spec
     return keras.losses.MeanSquaredError()
 
 
 def metrics(spec: DataSpec) -> list[Any]:
-    """The mean over pixels and channels of the absolute difference."""
+    """The mean absolute difference over pixels and channels."""
     del spec
     return ["mae"]
 
 
 def show(run: tasks.Run) -> None:
-    """Writes images and their reconstructions, as `reconstructions.png`."""
+    """Draws images and their reconstructions as `reconstructions.png`."""
     x, _ = run.examples(SHOWN)
-    made = run.predict(x, x.shape[1:])
-    if made is not None and run.strategy.world.is_chief:
+    outputs = run.predict(x, x.shape[1:])
+    if outputs is not None and run.strategy.world.is_chief:
         title = f"{run.model.name}, {run.source.spec.name}, {run.split}"
         path = run.file("reconstructions", "reconstructions.png")
-        _pictures.grid(path, [("picture", list(x[..., :3])), ("reconstruction", list(made[..., :3]))], title)
+        _pictures.grid(path, [("picture", list(x[..., :3])), ("reconstruction", list(outputs[..., :3]))], title)

@@ -9,57 +9,49 @@ import numpy as np
 
 from tfdist import files, tasks
 from tfdist.data.spec import DataSpec
-from tfdist.tasks import _targets
+from tfdist.tasks._targets import loss, metrics
 
-WRITTEN = 400
+__all__ = ["generate", "loss", "metrics", "show"]
 
-
-def loss(spec: DataSpec) -> keras.losses.Loss:
-    """Cross-entropy, a mean over all characters, in nats."""
-    return _targets.cross_entropy(spec)
-
-
-def metrics(spec: DataSpec) -> list[Any]:
-    """The fraction of characters that are predicted correctly."""
-    return [_targets.accuracy(spec)]
+GENERATED = 400  # characters
 
 
 def show(run: tasks.Run) -> None:
-    """Writes a text that begins with data and is continued by the model, as `sample.txt`."""
+    """Writes an example and its continuation by the model as `sample.txt`."""
     if not run.strategy.world.is_chief:
         return
     spec = run.source.spec
     x, _ = run.examples(1)
-    begun = x[0]
-    if not run.fits(_logits(run.model, begun), (len(begun), spec.classes)):
+    prompt = x[0]
+    if not run.fits(_logits(run.model, prompt), (len(prompt), spec.classes)):
         return
-    written = write(run.model, begun, WRITTEN, np.random.default_rng(run.seed))
-    text = f"{_text(begun, spec)}\n\n--- from here on the model writes ---\n\n{_text(written, spec)}\n"
+    continuation = generate(run.model, prompt, GENERATED, np.random.default_rng(run.seed))
+    text = f"{_text(prompt, spec)}\n\n--- from here on the model writes ---\n\n{_text(continuation, spec)}\n"
     files.write_text(run.file("sample", "sample.txt"), text)
 
 
-def write(model: keras.Model, begun: np.ndarray, count: int, generator: np.random.Generator) -> np.ndarray:
-    """Generates `count` characters after `begun`; each is drawn given as many earlier characters as `begun` has.
+def generate(model: keras.Model, prompt: np.ndarray, count: int, generator: np.random.Generator) -> np.ndarray:
+    """Samples `count` characters after `prompt`; the context of each character is as long as the prompt.
 
     Args:
-        model: from characters, or from streams of them at position 0, to logits.
-        begun: int32 `[steps]`.
+        model: a model from characters to logits; a stateful model is used at position 0 of a stream.
+        prompt: int32 `[steps]`.
         count: the number of characters to generate.
         generator: the random generator.
 
     Returns:
         int32 `[count]`.
     """
-    text = list(map(int, begun))
+    text = list(map(int, prompt))
     for _ in range(count):
-        logits = _logits(model, text[-len(begun) :])[0, -1].astype(np.float64)
-        # The largest of logits with Gumbel noise is a draw from their softmax.
+        logits = _logits(model, text[-len(prompt) :])[0, -1].astype(np.float64)
+        # The argmax of logits plus Gumbel noise is a sample from their softmax.
         text.append(int(np.argmax(logits + generator.gumbel(size=logits.shape))))
-    return np.array(text[len(begun) :], np.int32)
+    return np.array(text[len(prompt) :], np.int32)
 
 
 def _logits(model: keras.Model, tokens: Any) -> Any:
-    """The outputs for one text; of a stateful model at position 0 of the first stream."""
+    """The outputs for one text; for a stateful model, at position 0 of the first stream."""
     x, first = np.array([tokens], np.int32), np.zeros(1, np.int32)
     stateful = isinstance(model.input, dict)
     return model.predict_on_batch({"tokens": x, "stream": first, "position": first} if stateful else x)

@@ -2,31 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-import keras
 import numpy as np
 
 from tfdist import tasks
-from tfdist.data.spec import DataSpec
-from tfdist.tasks import _pictures, _targets
+from tfdist.tasks import _pictures
+from tfdist.tasks._targets import loss, metrics
 
-# With this number of examples, more would not change the figure visibly.
+__all__ = ["loss", "metrics", "show"]
+
+# More examples would not visibly change the figure.
 SHOWN = 10_000
 
 
-def loss(spec: DataSpec) -> keras.losses.Loss:
-    """Cross-entropy, in nats."""
-    return _targets.cross_entropy(spec)
-
-
-def metrics(spec: DataSpec) -> list[Any]:
-    """The fraction of examples whose class is predicted correctly."""
-    return [_targets.accuracy(spec)]
-
-
 def show(run: tasks.Run) -> None:
-    """Draws how often each class is predicted as each other one, as `confusion_matrix.png`."""
+    """Draws the confusion matrix as `confusion_matrix.png`."""
     spec = run.source.spec
     x, y = run.examples(SHOWN)
     logits = run.predict(x, (spec.classes,))

@@ -10,29 +10,27 @@ import numpy as np
 from tfdist import tasks
 from tfdist.data.spec import DataSpec
 from tfdist.tasks import _pictures, _targets
+from tfdist.tasks._targets import loss
+
+__all__ = ["loss", "metrics", "show"]
 
 SHOWN = 6
 
 
-def loss(spec: DataSpec) -> keras.losses.Loss:
-    """Cross-entropy, as a mean over all labelled pixels, in nats."""
-    return _targets.cross_entropy(spec)
-
-
 def metrics(spec: DataSpec) -> list[Any]:
-    """Pixel accuracy, and mean intersection over union of the classes, over all labelled pixels.
+    """Pixel accuracy and mean intersection over union, over all labelled pixels.
 
-    A class that occurs in no mask and no prediction is left out of the mean, as in Keras; so is the ignored class.
+    The mean leaves out the ignored class and, as in Keras, classes that occur in no mask and no prediction.
     """
-    counted = [number for number in range(spec.classes) if number != spec.ignored_class]
+    classes = [number for number in range(spec.classes) if number != spec.ignored_class]
     mean_iou = keras.metrics.IoU(
-        spec.classes, counted, ignore_class=spec.ignored_class, sparse_y_pred=False, name="mean_iou"
+        spec.classes, classes, ignore_class=spec.ignored_class, sparse_y_pred=False, name="mean_iou"
     )
-    return [_targets.accuracy(spec), mean_iou]
+    return [*_targets.metrics(spec), mean_iou]
 
 
 def show(run: tasks.Run) -> None:
-    """Writes images, their masks and the predicted masks side by side, as `masks.png`; black is unlabelled."""
+    """Draws images, their masks and the predicted masks as `masks.png`; unlabelled pixels are black."""
     spec = run.source.spec
     x, y = run.examples(SHOWN)
     logits = run.predict(x, (*y.shape[1:], spec.classes))

@@ -125,7 +125,7 @@ def index(paths: Sequence[Path]) -> np.ndarray:
         cached.parent.mkdir(parents=True, exist_ok=True)
         with FileLock(f"{cached}.lock"):
             if not cached.exists():
-                files.write_whole(cached, lambda temporary: _write_index(temporary, paths))
+                files.write_atomically(cached, lambda temporary: _write_index(temporary, paths))
         return np.load(cached, mmap_mode="r")
     except (OSError, NotImplementedError):  # the latter for a file system without locks
         ranges = [_records_of(path, number) for number, path in enumerate(paths)]

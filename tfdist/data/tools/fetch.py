@@ -12,7 +12,7 @@ from tfdist import data, registry, terminal
 
 def main(name: str, data_dir: str = "", *options: str) -> None:
     """Makes sure that the dataset is on the disk."""
-    with terminal.errors_shown():
+    with terminal.exit_on_error():
         data.load(name, data_dir or None, **registry.parse_options(options, "OPTION"))
 
 

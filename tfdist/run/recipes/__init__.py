@@ -1,8 +1,8 @@
-"""Recipes by name: the options of a training run that is worth repeating.
+"""Recipes by name: the options of training runs with known results.
 
-Each `.toml` file beside this one is a recipe: the file is the registration. Its entries are options of
-`python -m tfdist.train` without their dashes; what the command line says as well takes their place. The comment at its
-head has the command, the time and the result, and what the literature reports.
+Each `.toml` file in this folder is a recipe; adding the file registers it. Its entries are options of
+`python -m tfdist.train` without their dashes; options on the command line override them. The comment at the top has the
+command, the measured time and result, and the result in the literature.
 
 Synopsis:
 
@@ -29,7 +29,7 @@ def names() -> list[str]:
 
 
 def load(name: str) -> dict[str, Any]:
-    """The options of a recipe, by their names with underscores.
+    """Returns the options of a recipe, by their names with underscores.
 
     Raises:
         UnknownNameError: no such recipe.
