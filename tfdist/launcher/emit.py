@@ -29,7 +29,7 @@ IMAGE = "registry.example.com/tfdist:edit-me"
 # Every pod has its own address, so that all can listen on the same port.
 POD_PORT = 2222
 
-# The longest name that Kubernetes allows for a service and for a host; a pod's host name ends with a dash and its index.
+# The longest name that Kubernetes allows for a service and for a host; a pod's host name ends with the pod's index.
 MAX_LABEL_LENGTH = 63
 KUBERNETES_PREFIX = "tfdist-"
 
