@@ -118,7 +118,7 @@ def command(
         terminal.say("Measuring how long steps are ...")
         work = work.with_steps_for(Path(folder))
         facts = _facts(work, counts, between, Path(folder))
-        found = predictions.all_of(facts, counts)
+        found = predictions.predict(facts, counts)
         with terminal.any_stdout(needed=True):
             click.echo(_table(found, counts))
             click.echo(_recommended(found))
@@ -190,7 +190,7 @@ def _checked(work: measured.Work, found: Sequence[predictions.Prediction], folde
     lines = ["", "Beside runs that they were not made of:"]
     predicted = {one.name: one.examples_per_second for one in found}
     for turn in measure.turns(study, folder / "check"):
-        result = measure.run(turn, study, "check", measured.SECONDS_OF_A_RUN)
+        result = measure.run(turn, study, "check", measured.MAX_RUN_SECONDS)
         (run,) = runs.load([turn.folder])
         seconds = run.epoch_seconds
         if result.exit_code or seconds is None:
