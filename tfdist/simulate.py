@@ -19,7 +19,7 @@ from tfdist.relaxed import gossip_rules
 from tfdist.simulator.matrix import ALGORITHMS
 
 if TYPE_CHECKING:
-    from tfdist.simulator.study import EpochResult
+    from tfdist.simulator.simulation import EpochResult
 
 # The options of each algorithm, as they are typed.
 OPTIONS = {
@@ -76,12 +76,12 @@ def command(
         raise UsageError(
             f"`--batch-size` is {batch_size}, and `--workers` is {workers}", "give each worker at least an example"
         )
-    from tfdist.simulator import batch, study
+    from tfdist.simulator import simulation
 
-    settings = study.Settings(algorithm, each, options.pop("step_seconds"), link, options["seed"], **given)
+    settings = simulation.Settings(algorithm, each, options.pop("step_seconds"), link, options["seed"], **given)
     data_options = registry.parse_options(data_option, "--data-option")
     model_options = registry.parse_options(model_option, "--model-option")
-    steps, test = batch.replicas(
+    steps, test = simulation.make_replicas(
         options.pop("model"),
         options.pop("dataset"),
         batch_size,
@@ -91,7 +91,7 @@ def command(
         model_options=model_options,
         **options,
     )
-    found = study.epochs(steps, settings, epochs, test)
+    found = simulation.epochs(steps, settings, epochs, test)
     results = []
     with terminal.any_stdout(needed=True):
         click.echo("epoch   seconds      loss  test accuracy  disagreement  staleness  sent MiB")

@@ -1,4 +1,4 @@
-"""Predicts throughput from short measurements: `measured` measures, `costs` is the cost model, `predictions` applies it.
+"""Predicts throughput from short measurements: `measured` measures, `costs` has the model, `predictions` applies it.
 
 `tfdist.advise` is the command.
 """
