@@ -167,7 +167,7 @@ def test_a_model_with_steps_of_its_own_is_refused():
     model = Own([keras.Input((4,)), keras.layers.Dense(1)])
     model.compile("sgd", "mse")
     feed = adapters.make(adapters.request(X, Y, batch_size=BATCH, shuffle=False), 0)
-    with pytest.raises(UsageError, match="has a `train_step` of its own, and simulated workers take Keras' steps"):
+    with pytest.raises(UsageError, match="overrides `train_step`, and simulated workers take the steps of Keras"):
         Replicas(model, feed, 2)
 
 

@@ -10,7 +10,6 @@ import dataclasses
 import os
 import statistics
 import subprocess
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +21,7 @@ from tfdist.errors import UsageError
 from tfdist.launcher import limited
 from tfdist.run.folder import load_record
 from tfdist.run.schema import RunRecord
-from tfdist.study.measure import OUTPUT
+from tfdist.study.measure import OUTPUT, start_training
 from tfdist.study.plan import as_options
 
 # Epochs per run; the first warms up.
@@ -124,10 +123,6 @@ def run_side_by_side(work: Work, batch_size: int, processes: int, folder: Path) 
 
 def _start(options: dict[str, object], folder: Path, cores: Sequence[int]) -> subprocess.Popen[bytes]:
     folder.mkdir(parents=True)
-    command = [sys.executable, "-m", "tfdist.train", *as_options(options), "--quiet", "--run-dir", str(folder)]
-    with open(folder / OUTPUT, "wb") as output:
-        process = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
-        )
+    process = start_training([*as_options(options), "--quiet", "--run-dir", str(folder)], folder)
     os.sched_setaffinity(process.pid, cores)  # before TensorFlow counts them
     return process

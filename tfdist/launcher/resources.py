@@ -17,7 +17,7 @@ RESERVED_FILES = 64  # for libraries, the terminal, and files that are open for 
 
 
 def share_of(resources: Sequence[Resource], index: int, count: int) -> Sequence[Resource]:
-    """Returns the cores or GPUs for process `index` of `count`; empty if there are fewer than processes."""
+    """Returns the cores or GPUs of process `index` of `count`; empty if there are fewer of them than processes."""
     size = len(resources) // count
     return resources[index * size : (index + 1) * size]
 

@@ -44,8 +44,8 @@ class Replicas:
     def __init__(self, model: keras.Model, feed: ArrayFeed, size: int):
         if keras_internals.has_own_step(model, "train"):
             raise UsageError(
-                f"The model `{model.name}` has a `train_step` of its own, and simulated workers take Keras' steps",
-                "remove it, or move its work into `compute_loss`",
+                f"The model `{model.name}` overrides `train_step`, and simulated workers take the steps of Keras",
+                "remove the method, or move its work into `compute_loss`",
             )
         self._model, self._feed, self._division = model, feed, Division(size)
         self._weights = [variable.value for variable in model.trainable_variables]
@@ -82,7 +82,7 @@ class Replicas:
         return new_weights.numpy(), new_state
 
     def with_averages(self, state: State, others: list[State]) -> State:
-        """Returns `state`, with the mean of the moving averages in `others` in place of its own."""
+        """Returns `state`, with its moving averages replaced by the mean of those in `others`."""
         averages = []
         for index in range(self._non_trainable_count):
             values = [other[index] for other in others]

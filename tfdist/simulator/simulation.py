@@ -171,7 +171,7 @@ def make_replicas(
         training: the optimizer and the learning rate.
 
     Raises:
-        UsageError: the dataset is not held in memory.
+        UsageError: the dataset is not in memory.
     """
     source = for_model.load(model, dataset, data_dir, **data_options or {})
     source = source if examples is None else source.limit(examples)
@@ -180,8 +180,8 @@ def make_replicas(
     feed = source.feed("train", batch_size, world=strategy.world, seed=seed)
     if not isinstance(feed, ArrayFeed):
         raise UsageError(
-            f"The dataset `{dataset}` is not held in memory, and simulated workers take batches in any order",
-            "use one that is, such as `digits`, `fashion_mnist` or `synthetic`",
+            f"The dataset `{dataset}` is not in memory, and simulated workers access batches in any order",
+            "use a dataset in memory, such as `digits`, `fashion_mnist` or `synthetic`",
         )
     built = models.build(model, source.spec, **model_options or {})
     if not built.compiled:

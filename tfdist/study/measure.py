@@ -147,7 +147,6 @@ class Measured(BaseModel):
 
     @property
     def cell(self) -> Cell:
-        """The cell, without options."""
         case = Case(self.model, self.dataset, self.batch_size, self.input)
         return Cell(case, self.strategy, self.workers, self.label)
 
@@ -231,14 +230,10 @@ def run(turn: Turn, plan: Plan, study: str, limit_seconds: float) -> Measured:
     options = [*turn.cell.options(plan.epochs, turn.seed), "--quiet", "--run-dir", str(turn.folder)]
     if turn.traced:
         options += ["--profile", TRACED_STEPS]
-    command = [sys.executable, "-m", "tfdist.train", *options]
     started, start = datetime.now(UTC), time.perf_counter()
     cpu_seconds = _cpu_seconds_of_children()
-    with open(turn.folder / OUTPUT, "wb") as output, gpu_monitor() as gpus:
-        process = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
-        )
-        code = limited.wait(process, limit_seconds)
+    with gpu_monitor() as gpus:
+        code = limited.wait(start_training(options, turn.folder), limit_seconds)
     measured = Measured(
         **asdict(turn.cell.case),
         strategy=turn.cell.strategy,
@@ -259,6 +254,15 @@ def run(turn: Turn, plan: Plan, study: str, limit_seconds: float) -> Measured:
     )
     files.write_text(turn.folder / MEASURED, measured.model_dump_json(indent=2) + "\n")
     return measured
+
+
+def start_training(options: Sequence[str], folder: Path) -> subprocess.Popen[bytes]:
+    """Starts `tfdist train` as the leader of a process group; its output goes to a file in `folder`."""
+    command = [sys.executable, "-m", "tfdist.train", *options]
+    with open(folder / OUTPUT, "wb") as output:
+        return subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
+        )
 
 
 def _cpu_seconds_of_children() -> float:

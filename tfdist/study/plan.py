@@ -37,7 +37,7 @@ REAL, SYNTHETIC = "real", "synthetic"
 
 @dataclass(frozen=True)
 class Contestant:
-    """A strategy of a study.
+    """A strategy in a study.
 
     Attributes:
         strategy: the name of the strategy, or `module:Class`.

@@ -18,6 +18,24 @@ from tfdist.study.runs import Run, median
 SECONDS_PER_HOUR = 3600.0
 
 
+class MedianOf:
+    """A figure of a row: the median over its runs that did not fail and have the figure."""
+
+    def __init__(self, figure: Callable[[Run], float | None]):
+        self._figure = figure
+
+    def __get__(self, row: Row, owner: type[Row]) -> float | None:
+        return row.median(self._figure)
+
+
+def _network_bytes_per_step(run: Run) -> float | None:
+    return median(
+        epoch.network_bytes * epoch.step_seconds / epoch.train_seconds
+        for epoch in run.later_epochs
+        if epoch.network_bytes is not None and epoch.step_seconds and epoch.train_seconds
+    )
+
+
 @dataclass(frozen=True)
 class Row:
     """The figures of a cell.
@@ -54,60 +72,35 @@ class Row:
         """Returns the median of a figure over the runs that did not fail and have it."""
         return median(figure(run) for run in self.good)
 
-    @property
-    def epoch_seconds(self) -> float | None:
-        """Training seconds per epoch after the first."""
-        return self.median(lambda run: run.epoch_seconds)
-
-    @property
-    def examples_per_second(self) -> float | None:
-        """Training examples per second in these epochs."""
-        return _examples_per_second(self.runs)
-
-    @property
-    def warm_up_seconds(self) -> float | None:
-        """The additional time of the first epoch."""
-        return self.median(lambda run: run.warm_up_seconds)
-
-    @property
-    def evaluation_seconds(self) -> float | None:
-        """Seconds of evaluation per epoch."""
-        return self.median(lambda run: median(epoch.evaluation_seconds for epoch in run.later_epochs))
-
-    @property
-    def startup_seconds(self) -> float | None:
-        """From the command to the first training step."""
-        return self.median(lambda run: run.record.startup_seconds if run.record else None)
-
-    @property
-    def wall_seconds(self) -> float | None:
-        """From the start of the command to its end."""
-        return self.median(lambda run: run.measured.wall_seconds if run.measured else None)
-
-    @property
-    def cpu_seconds(self) -> float | None:
-        """Processor time of all processes."""
-        return self.median(lambda run: run.measured.cpu_seconds if run.measured else None)
-
-    @property
-    def gpus_busy(self) -> float | None:
-        """The mean number of busy GPUs of the measuring machine."""
-        return self.median(lambda run: run.measured.gpus_busy if run.measured else None)
-
-    @property
-    def gpu_memory_in_use_bytes(self) -> float | None:
-        """The peak memory in use on a single GPU of the measuring machine, by all processes."""
-        return self.median(lambda run: run.measured.gpu_memory_bytes if run.measured else None)
-
-    @property
-    def network_bytes_per_step(self) -> float | None:
-        """Bytes that all processes of the job send per step."""
-        return self.median(_network_bytes_per_step)
-
-    @property
-    def step_seconds(self) -> float | None:
-        """Seconds per step in the epochs after the first."""
-        return self.median(lambda run: median(epoch.step_seconds for epoch in run.later_epochs))
+    # In the epochs after the first:
+    epoch_seconds = MedianOf(lambda run: run.epoch_seconds)
+    examples_per_second = MedianOf(lambda run: median(epoch.examples_per_second for epoch in run.later_epochs))
+    step_seconds = MedianOf(lambda run: median(epoch.step_seconds for epoch in run.later_epochs))
+    evaluation_seconds = MedianOf(lambda run: median(epoch.evaluation_seconds for epoch in run.later_epochs))
+    # Sent by all processes of the job together.
+    network_bytes_per_step = MedianOf(_network_bytes_per_step)
+    # The additional time of the first epoch.
+    warm_up_seconds = MedianOf(lambda run: run.warm_up_seconds)
+    # From the command to the first training step.
+    startup_seconds = MedianOf(lambda run: run.record.startup_seconds if run.record else None)
+    # From the start of the command to its end; the processor time is that of all processes.
+    wall_seconds = MedianOf(lambda run: run.measured.wall_seconds if run.measured else None)
+    cpu_seconds = MedianOf(lambda run: run.measured.cpu_seconds if run.measured else None)
+    # Of the measuring machine: the mean number of busy GPUs, and the peak memory in use on a GPU, by all processes.
+    gpus_busy = MedianOf(lambda run: run.measured.gpus_busy if run.measured else None)
+    gpu_memory_in_use_bytes = MedianOf(lambda run: run.measured.gpu_memory_bytes if run.measured else None)
+    # The largest allocation on a GPU.
+    peak_gpu_memory_bytes = MedianOf(lambda run: run.record.peak_gpu_memory_bytes if run.record else None)
+    # After the last epoch: training loss, validation accuracy (0 to 1), and the mean staleness of parameter servers.
+    loss = MedianOf(lambda run: run.last("loss"))
+    accuracy = MedianOf(lambda run: run.last("val_accuracy"))
+    staleness = MedianOf(lambda run: run.last("staleness_mean"))
+    # Wall time from the first access to data until the target is reached; training time; epochs.
+    seconds_to_target = MedianOf(lambda run: run.seconds_to_target)
+    training_seconds_to_target = MedianOf(
+        lambda run: run.record.time_to_target.seconds if run.record and run.record.time_to_target else None
+    )
+    epochs_to_target = MedianOf(lambda run: run.epochs_to_target)
 
     @property
     def traced_step(self) -> breakdown.Breakdown | None:
@@ -128,49 +121,12 @@ class Row:
         return [peak for peaks in by_rank if (peak := median(peaks)) is not None]
 
     @property
-    def peak_gpu_memory_bytes(self) -> float | None:
-        """The largest allocation on a GPU."""
-        return self.median(lambda run: run.record.peak_gpu_memory_bytes if run.record else None)
-
-    @property
-    def loss(self) -> float | None:
-        """The training loss of the last epoch."""
-        return self.median(lambda run: run.last("loss"))
-
-    @property
-    def accuracy(self) -> float | None:
-        """The validation accuracy of the last epoch, 0 to 1."""
-        return self.median(lambda run: run.last("val_accuracy"))
-
-    @property
-    def staleness(self) -> float | None:
-        """With parameter servers, the mean number of other updates between a step's read and its update."""
-        return self.median(lambda run: run.last("staleness_mean"))
-
-    @property
     def reached(self) -> str:
         """How many runs reached the target, such as `4 of 5`; "" without a target."""
         if all(run.reached is None for run in self.runs):
             return ""
         runs = [run for run in self.runs if run.error or run.reached is not None]
         return f"{sum(run.reached is True for run in runs)} of {len(runs)}"
-
-    @property
-    def seconds_to_target(self) -> float | None:
-        """Wall time from the first access to data until the target is reached."""
-        return self.median(lambda run: run.seconds_to_target)
-
-    @property
-    def training_seconds_to_target(self) -> float | None:
-        """Training time until the target is reached."""
-        return self.median(
-            lambda run: run.record.time_to_target.seconds if run.record and run.record.time_to_target else None
-        )
-
-    @property
-    def epochs_to_target(self) -> float | None:
-        """Epochs until the target is reached."""
-        return self.median(lambda run: run.epochs_to_target)
 
     @property
     def price(self) -> float | None:
@@ -266,11 +222,3 @@ def _efficiency(cell: Cell, by_cell: Mapping[Cell, list[Run]], weak: bool) -> fl
 
 def _examples_per_second(runs: Iterable[Run]) -> float | None:
     return median(median(epoch.examples_per_second for epoch in run.later_epochs) for run in runs if not run.error)
-
-
-def _network_bytes_per_step(run: Run) -> float | None:
-    return median(
-        epoch.network_bytes * epoch.step_seconds / epoch.train_seconds
-        for epoch in run.later_epochs
-        if epoch.network_bytes is not None and epoch.step_seconds and epoch.train_seconds
-    )

@@ -76,7 +76,6 @@ class Run:
 
     @property
     def epochs(self) -> list[EpochRecord]:
-        """The trained epochs."""
         return [] if self.record is None else self.record.epochs
 
     @property

@@ -71,7 +71,7 @@ def headline(comparisons: Sequence[Comparison]) -> str:
         return answer(comparisons[0])
     winners = [row for row in map(_winner, comparisons) if row is not None]
     if not winners:
-        return f"In none of {len(comparisons)} cases is a strategy faster than the one it is compared with."
+        return f"In none of {len(comparisons)} cases is a strategy faster than its base of comparison."
     wins = Counter(row.cell.name for row in winners).most_common()
     parts = [f"{_code(name)} is fastest in {count}" for name, count in wins]
     undecided = len(comparisons) - len(winners)
@@ -95,7 +95,7 @@ def answer(comparison: Comparison) -> str:
 
 
 def _caveat(rows: Iterable[Row]) -> str:
-    """A sentence about the rows whose strategy computes something else than one device."""
+    """A sentence about the rows whose strategy does not compute the same as one device."""
     asynchronous = (row.cell.name for row in rows if strategies.traits(row.cell.strategy).asynchronous)
     names = " and ".join(map(_code, dict.fromkeys(asynchronous)))
     return f" By design, the steps of {names} differ from those of one device: compare losses too." if names else ""
