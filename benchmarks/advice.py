@@ -59,7 +59,7 @@ def main() -> None:
 def prediction(options: dict[str, object], size: int, steps: int, folder: Path) -> float:
     """Predicts the seconds per step like `tfdist advise`: the computation of half a batch, and an all-reduce."""
     work = measured.Work(options, size, sys.maxsize, tuple(sorted(os.sched_getaffinity(0))), steps)
-    records = measured._side_by_side(work, size // 2, 2, folder)
+    records = measured.run_side_by_side(work, size // 2, 2, folder)
     seconds = [epoch.step_seconds for record in records for epoch in record.epochs[1:] if epoch.step_seconds]
     half = costs.Compute(statistics.median(seconds), 0.0)
     link = measured.link("multiworker")

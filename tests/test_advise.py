@@ -25,7 +25,7 @@ def facts(link, machines=True, batch_size=1024):
 
 
 def rates(*arguments, **named):
-    return {one.name: one.examples_per_second for one in predictions.all_of(facts(*arguments, **named), [2, 4])}
+    return {one.name: one.examples_per_second for one in predictions.predict(facts(*arguments, **named), [2, 4])}
 
 
 def test_computation_is_divided_and_its_fixed_part_is_not():
@@ -45,7 +45,7 @@ def test_a_slow_link_makes_one_device_the_fastest_of_those_that_are_exact():
 
 def test_an_averaging_copies_what_it_sends_once_in_its_steps():
     copied = dataclasses.replace(facts(SLOW), copy_seconds=3.0)
-    found = {one.name: one.examples_per_second for one in predictions.all_of(copied, [4])}
+    found = {one.name: one.examples_per_second for one in predictions.predict(copied, [4])}
     assert 1024 / found["mpi_split on 4"] == pytest.approx(0.0276 + (3.0 + 0.606) / 100)
 
 
@@ -57,7 +57,7 @@ def test_servers_are_bound_by_their_link_and_a_pipeline_by_its_bubble():
 
 def test_processes_of_one_machine_have_the_cost_that_was_measured_together():
     shared = predictions.Facts(64, 10, 1e6, {1: COMPUTE, 2: Compute(0.1, 0.0)}, {"multiworker": FAST}, machines=False)
-    found = {one.name: one.examples_per_second for one in predictions.all_of(shared, [2])}
+    found = {one.name: one.examples_per_second for one in predictions.predict(shared, [2])}
     assert found["multiworker on 2"] == pytest.approx(640, rel=0.01) and set(found) == {"single", "multiworker on 2"}
 
 
@@ -103,8 +103,8 @@ def test_machines_on_a_described_link_are_predicted_from_real_steps(tmp_path):
 @pytest.mark.thorough
 def test_a_large_model_is_measured_with_few_steps_and_a_small_one_with_many(tmp_path):
     work = measured.Work({"model": "mlp", "dataset": "digits"}, 64, 1347, tuple(sorted(os.sched_getaffinity(0))))
-    assert work.steps == measured.PROBED_STEPS
-    assert work.with_steps_for(tmp_path).steps == measured.MOST_STEPS
+    assert work.steps == measured.PROBE_STEPS
+    assert work.with_steps_for(tmp_path).steps == measured.MAX_STEPS
 
 
 @pytest.mark.thorough

@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from tfdist.errors import ClusterError, UsageError
-from tfdist.launcher import elastic
+from tfdist.launcher import elastic, job
 
 
 def members(listed, least=1, most=None):
@@ -46,7 +46,7 @@ def test_the_place_of_a_lost_worker_is_left_out_until_its_host_s_entry_changes()
 
 def test_a_list_that_cannot_be_read_for_a_moment_is_as_it_was(tmp_path):
     (tmp_path / "hosts").write_text("a slots=2\n")
-    there = elastic.Members(elastic.in_file(tmp_path / "hosts"))
+    there = elastic.Members(lambda: job.read_hostfile(tmp_path / "hosts"))
     (tmp_path / "hosts").write_text("a slots=\n")
     assert there.now() == ("a", "a")
     (tmp_path / "hosts").unlink()
@@ -55,16 +55,16 @@ def test_a_list_that_cannot_be_read_for_a_moment_is_as_it_was(tmp_path):
 
 def test_a_list_that_cannot_be_read_at_the_start_is_refused(tmp_path):
     with pytest.raises(UsageError, match=r"hosts` cannot be read"):
-        elastic.Members(elastic.in_file(tmp_path / "hosts"))
+        elastic.Members(lambda: job.read_hostfile(tmp_path / "hosts"))
     with pytest.raises(UsageError, match=r"The host discovery script .* failed"):
-        elastic.Members(elastic.by_script(tmp_path / "hosts"))
+        elastic.Members(lambda: elastic.discovered_hosts(tmp_path / "hosts"))
 
 
 def test_a_script_is_asked_as_horovod_asks_it(tmp_path):
     script = tmp_path / "discover"
     script.write_text("#!/bin/sh\necho a:2\necho b\n")
     script.chmod(0o755)
-    assert elastic.Members(elastic.by_script(script)).now() == ("a", "a", "b")
+    assert elastic.Members(lambda: elastic.discovered_hosts(script)).now() == ("a", "a", "b")
 
 
 def test_too_few_hosts_are_waited_for():

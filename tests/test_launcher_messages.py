@@ -22,8 +22,8 @@ SAID = [
 ]
 
 
-def whole(shown, parts):
-    return b"".join([*(shown.rest_of(part) for part in parts), shown.end()])
+def whole(noise_filter, parts):
+    return b"".join([*(noise_filter.filter(part) for part in parts), noise_filter.end()])
 
 
 @pytest.mark.parametrize("size", [1, 3, 7, 1000])
@@ -31,13 +31,13 @@ def test_noise_is_left_out_and_all_else_is_shown_however_it_comes(size):
     lines = [line for pair in zip(SAID, [*NOISE, NOISE[0], NOISE[1]], strict=True) for line in pair]
     text = b"\n".join([*lines, b"the end"])
     parts = [text[begin : begin + size] for begin in range(0, len(text), size)]
-    assert whole(process.WithoutNoise(), parts) == b"\n".join([*SAID, b"the end"])
+    assert whole(process.NoiseFilter(), parts) == b"\n".join([*SAID, b"the end"])
 
 
 def test_a_prompt_and_a_progress_bar_are_shown_at_once():
-    shown = process.WithoutNoise()
+    noise_filter = process.NoiseFilter()
     for part in (b"Is it so? ", b"In what way? ", b"\r 1/9", b"\r 2/9", b"\n", b"Tell me: "):
-        assert shown.rest_of(part) == part
+        assert noise_filter.filter(part) == part
 
 
 def traceback(depth, error):

@@ -12,8 +12,8 @@ from tfdist.launcher import output
 
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch):
-    monkeypatch.setattr(output, "SECONDS_TO_MOVE", 0.2)
-    monkeypatch.setattr(output, "MOST_WAITING_BYTES", 1 << 17)
+    monkeypatch.setattr(output, "STUCK_SECONDS", 0.2)
+    monkeypatch.setattr(output, "MAX_BUFFERED_BYTES", 1 << 17)
 
 
 def write(to, parts):

@@ -16,9 +16,9 @@ from tfdist.data.input import adapters
 from tfdist.errors import UsageError
 from tfdist.relaxed.centre_rules import MOMENTUM, Eamsgd, Easgd, walked
 from tfdist.simulator import __main__ as simulator
-from tfdist.simulator import algorithms, matrix, study
+from tfdist.simulator import algorithms, matrix, simulation
 from tfdist.simulator.replicas import Replicas
-from tfdist.simulator.study import NAMES, Settings
+from tfdist.simulator.simulation import NAMES, Settings
 
 ROOT = Path(__file__).parent.parent
 LINK = Link(latency_seconds=1e-3, bytes_per_second=1e6)
@@ -46,7 +46,7 @@ def settings(algorithm, *speeds, **options):
 def trained(algorithm, *speeds, epochs=2, optimizer=None, **options):
     """The algorithm after its run."""
     steps = replicas(len(speeds), optimizer)
-    found = study.made(steps, settings(algorithm, *speeds, **options))
+    found = simulation.make_algorithm(steps, settings(algorithm, *speeds, **options))
     for _ in range(epochs):
         found.run(steps.steps_per_epoch)
     return found
@@ -79,7 +79,7 @@ ELSEWHERE = ("slowmo", "diloco", "easgd", "aeasgd", "eamsgd")
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", [name for name in NAMES if name not in ELSEWHERE])
 def test_one_worker_trains_as_keras_does(name):
-    weights, _ = trained(name, 1.0).shown()
+    weights, _ = trained(name, 1.0).global_model()
     np.testing.assert_allclose(weights, by_keras(), rtol=2e-5, atol=2e-6)
 
 
@@ -87,7 +87,9 @@ def test_one_worker_trains_as_keras_does(name):
 @pytest.mark.parametrize("name", ["allreduce", "bsp"])
 def test_gradients_that_are_added_give_the_weights_of_one_device(name):
     found = trained(name, 1.0, 0.5, 2.0, optimizer=keras.optimizers.Adam(0.05))
-    np.testing.assert_allclose(found.shown()[0], by_keras(optimizer=keras.optimizers.Adam(0.05)), rtol=2e-5, atol=2e-6)
+    np.testing.assert_allclose(
+        found.global_model()[0], by_keras(optimizer=keras.optimizers.Adam(0.05)), rtol=2e-5, atol=2e-6
+    )
     assert set(found.staleness) == {0}
 
 
@@ -96,7 +98,9 @@ def test_gradients_that_are_added_give_the_weights_of_one_device(name):
 def test_the_same_seed_gives_the_same_run_bit_by_bit(name):
     options = {"probability": 0.5} if name == "gosgd" else {}
     one, other = (trained(name, 1.0, 0.7, 0.4, seed=3, **options) for _ in range(2))
-    for mine, theirs in zip([one.shown()[0], *one.weights], [other.shown()[0], *other.weights], strict=True):
+    for mine, theirs in zip(
+        [one.global_model()[0], *one.weights], [other.global_model()[0], *other.weights], strict=True
+    ):
         np.testing.assert_array_equal(mine, theirs)
     assert (one.clock.now, one.sent_bytes, one.staleness) == (other.clock.now, other.sent_bytes, other.staleness)
     assert one.done == [8, 8, 8]
@@ -106,20 +110,20 @@ def test_the_same_seed_gives_the_same_run_bit_by_bit(name):
 def test_one_worker_and_the_centre_move_as_published(name, rule):
     """The steps of the worker are Keras' SGD; what the rule makes of them is held by tests/test_centre_rules.py."""
     worker = replicas(1)
-    steps, rest = iter(range(8)), [worker.rest]
+    steps, rest = iter(range(8)), [worker.initial_state]
 
     def step(weights):
         new, rest[0] = worker.train(0, next(steps), np.asarray(weights, np.float32), rest[0])
         return new
 
-    _, centres = walked(rule, step, 8, worker.first)
-    found = trained(name, 1.0, sync_every=3).shown()[0]
+    _, centres = walked(rule, step, 8, worker.initial_weights)
+    found = trained(name, 1.0, sync_every=3).global_model()[0]
     np.testing.assert_allclose(found, centres[-1], rtol=1e-5, atol=1e-6)
 
 
 def test_what_workers_exchange_with_a_centre_passes_its_link_one_after_the_other():
     found = trained("downpour", 1.0, 1.0, sync_every=1)
-    bytes_ = found.replicas.first.nbytes
+    bytes_ = found.replicas.initial_weights.nbytes
     assert found.sent_bytes == bytes_ * (
         2 * 8 * 2 + 2 * 2
     )  # a push and a fetch before each step, and what is left after an epoch
@@ -137,13 +141,13 @@ def test_who_waits_takes_the_time_of_the_slowest_and_who_does_not_goes_on():
 
 def test_a_worker_is_at_most_the_slack_ahead_of_the_slowest(monkeypatch):
     ahead = []
-    pushed = algorithms.Serving._pulled
+    compute = algorithms.ParameterServer._compute
 
-    def pulled(self, rank):
+    def recorded(self, rank):
         ahead.append(self.done[rank] - min(self.done))
-        pushed(self, rank)
+        compute(self, rank)
 
-    monkeypatch.setattr(algorithms.Serving, "_pulled", pulled)
+    monkeypatch.setattr(algorithms.ParameterServer, "_compute", recorded)
     trained("ssp", 1.0, 0.1, 0.1, slack=2)
     assert max(ahead) == 2
 
@@ -163,18 +167,20 @@ def test_a_model_with_steps_of_its_own_is_refused():
     model = Own([keras.Input((4,)), keras.layers.Dense(1)])
     model.compile("sgd", "mse")
     feed = adapters.make(adapters.request(X, Y, batch_size=BATCH, shuffle=False), 0)
-    with pytest.raises(UsageError, match="has a `train_step` of its own, and simulated workers take Keras' steps"):
+    with pytest.raises(UsageError, match="overrides `train_step`, and simulated workers take the steps of Keras"):
         Replicas(model, feed, 2)
 
 
 def test_a_loss_that_the_optimizer_scales_gives_the_same_weights():
     scaled = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.1, momentum=0.9))
-    np.testing.assert_allclose(trained("allreduce", 1.0, 1.0, optimizer=scaled).shown()[0], by_keras(), rtol=1e-3)
+    np.testing.assert_allclose(
+        trained("allreduce", 1.0, 1.0, optimizer=scaled).global_model()[0], by_keras(), rtol=1e-3
+    )
 
 
 def test_epochs_tell_what_was_reached_and_when():
     steps, test = replicas(3, keras.optimizers.SGD(0.02)), tf.data.Dataset.from_tensor_slices((X, Y)).batch(BATCH)
-    first, second = study.epochs(steps, settings("gosgd", 1.0, 1.0, 1.0, probability=0.3), 2, test)
+    first, second = simulation.epochs(steps, settings("gosgd", 1.0, 1.0, 1.0, probability=0.3), 2, test)
     assert 0 < first.seconds < second.seconds and second.loss < first.loss
     assert first.disagreement > 0 and first.staleness is None and second.sent_bytes > first.sent_bytes > 0
     assert second.metrics["loss"] < first.metrics["loss"]

@@ -122,7 +122,7 @@ def command(
         terminal.say("Measuring how long steps are ...")
         work = work.with_steps_for(Path(folder))
         facts = _measure(work, counts, described, Path(folder))
-        found = predictions.all_of(facts, counts)
+        found = predictions.predict(facts, counts)
         with terminal.guarded_stdout(needed=True):
             click.echo(_table(found, counts))
             click.echo(_recommendation(found))
@@ -198,7 +198,7 @@ def _comparison(work: measured.Work, found: Sequence[Prediction], folder: Path) 
     lines = ["", "Comparison with runs that were not used for the predictions:"]
     predicted = {prediction.name: prediction.examples_per_second for prediction in found}
     for turn in measure.turns(study, folder / "check"):
-        result = measure.run(turn, study, "check", measured.SECONDS_OF_A_RUN)
+        result = measure.run(turn, study, "check", measured.MAX_RUN_SECONDS)
         (run,) = runs.load([turn.folder])
         seconds = run.epoch_seconds
         if result.exit_code or seconds is None:

@@ -127,7 +127,7 @@ command = terminal.Command(
     help=_compare.__doc__,
     params=[
         *reversed(getattr(_compare, "__click_params__", [])),
-        *(option for option in train.command.params if option.name in plan.OF_TRAIN),
+        *(option for option in train.command.params if option.name in plan.TRAIN_OPTIONS),
     ],
     context_settings=train.command.context_settings,
 )

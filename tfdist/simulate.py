@@ -19,7 +19,7 @@ from tfdist.relaxed import gossip_rules
 from tfdist.simulator.matrix import ALGORITHMS
 
 if TYPE_CHECKING:
-    from tfdist.simulator.study import EpochResult
+    from tfdist.simulator.simulation import EpochResult
 
 # The command-line options of each algorithm.
 OPTIONS = {
@@ -81,14 +81,14 @@ def command(
         raise UsageError(
             f"`--batch-size` is {batch_size}, and `--workers` is {workers}", "use at least one example per worker"
         )
-    from tfdist.simulator import batch, study
+    from tfdist.simulator import simulation
 
-    settings = study.Settings(
+    settings = simulation.Settings(
         algorithm, worker_speeds, options.pop("step_seconds"), link, options["seed"], **rule_options
     )
     data_options = registry.parse_options(data_option, "--data-option")
     model_options = registry.parse_options(model_option, "--model-option")
-    steps, test = batch.replicas(
+    steps, test = simulation.make_replicas(
         options.pop("model"),
         options.pop("dataset"),
         batch_size,
@@ -101,7 +101,7 @@ def command(
     results = []
     with terminal.guarded_stdout(needed=True):
         click.echo("epoch   seconds      loss  test accuracy  disagreement  staleness  sent MiB")
-        for result in study.epochs(steps, settings, epochs, test):
+        for result in simulation.epochs(steps, settings, epochs, test):
             results.append(dataclasses.asdict(result))
             click.echo(_row(result))
     if out is not None:

@@ -137,7 +137,7 @@ def test_a_gpu_that_trains_is_seen_to_be_busy():
     with strategy.scope():
         model = keras.Sequential([keras.Input((1024,)), layers.Dense(4096, "relu"), layers.Dense(1024)])
         model.compile("sgd", "mse")
-    with measure.watched() as seen:
+    with measure.gpu_monitor() as seen:
         began = time.perf_counter()
         while time.perf_counter() - began < 5:
             strategy.fit(model, x, x, batch_size=1024, epochs=10, verbose=0)

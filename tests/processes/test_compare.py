@@ -27,9 +27,9 @@ def test_the_bytes_of_a_job_are_those_of_its_gradients_and_a_little_more(tmp_pat
     (comparison,) = results.of_runs(runs.load([tmp_path / "study"]))
     single, job = comparison.rows
     parameters = job.runs[0].record.model.parameters
-    assert single.network_bytes_a_step is None
+    assert single.network_bytes_per_step is None
     # Each of two processes sends half of the sum, and half of the result: together twice four bytes a parameter.
-    assert 8 * parameters < job.network_bytes_a_step < 3 * 8 * parameters
+    assert 8 * parameters < job.network_bytes_per_step < 3 * 8 * parameters
     assert job.marks == []
 
 

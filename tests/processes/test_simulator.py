@@ -9,9 +9,9 @@ import sys
 import keras, numpy as np, tfdist
 from tfdist.advisor.costs import Link
 from tfdist.data.input import adapters
-from tfdist.simulator import study
+from tfdist.simulator import simulation
 from tfdist.simulator.replicas import Replicas
-from tfdist.simulator.study import Settings
+from tfdist.simulator.simulation import Settings
 
 CASES = [
     ("local_sgd", {"sync_every": 2}, "average", {"sync_every": 2}),
@@ -42,10 +42,10 @@ for name, options, algorithm, own in CASES:
     strategy.fit(model, x, y, batch_size=12, epochs=2, verbose=0)
     feed = adapters.make(adapters.request(x, y, batch_size=12, shuffle=True), strategy.seed)
     steps = Replicas(made(), feed, 2)
-    simulated = study.made(steps, Settings(algorithm, (1.0, 0.4), 0.01, Link(1e-3, 1e6), **own))
+    simulated = simulation.make_algorithm(steps, Settings(algorithm, (1.0, 0.4), 0.01, Link(1e-3, 1e6), **own))
     for _ in range(2):
         simulated.run(steps.steps_per_epoch)
-    weights, _ = simulated.shown()
+    weights, _ = simulated.global_model()
     found = np.concatenate([one.reshape(-1) for one in model.get_weights()])
     with open(f"{sys.argv[1]}/said", "a") as file:
         file.write(f"{algorithm} {abs(found - weights).max()}\\n")

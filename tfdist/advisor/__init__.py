@@ -1,4 +1,4 @@
-"""Predictions of throughput from short measurements: `costs` has the model, `measured` measures, `curves` draws.
+"""Predicts throughput from short measurements: `measured` measures, `costs` has the model, `predictions` applies it.
 
 `tfdist.advise` is the command.
 """

@@ -1,4 +1,4 @@
-"""The cost model: seconds of a step of each strategy, from the cost of computation and of a link.
+"""The cost model: seconds per step of each strategy, from the costs of computation and communication.
 
     computation of n examples            c(n) = a + b n, from two measurements
     all-reduce of N processes (ring)     2 (N - 1) latency + 2 (N - 1) / N · bytes / bandwidth
@@ -7,8 +7,9 @@
     parameter servers, asynchronous      max(c(B) / W, 2 · bytes / (P · bandwidth))
     pipeline of S even stages            (M + S - 1) / M · c(B) / S
 
-c(n) includes the update of the weights, which every process makes. Sources: the ring is Patarasuk and Yuan's (2009,
-Journal of Parallel and Distributed Computing 69), the pipeline Huang et al.'s (arXiv 1811.06965).
+B is the global batch size, n_i the batch size of process i, W the number of workers, P that of servers, and M that of
+micro-batches. c(n) includes the update of the weights, which every process makes. Sources: the ring is Patarasuk and
+Yuan's (2009, Journal of Parallel and Distributed Computing 69), the pipeline Huang et al.'s (arXiv 1811.06965).
 
 Synopsis:
 
@@ -36,32 +37,32 @@ _SECONDS = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "ns": 1e-9}
 
 @dataclass(frozen=True)
 class Compute:
-    """Seconds of the computation of a step: `fixed_seconds`, and `example_seconds` for each example."""
+    """The computation time of a step: `fixed_seconds`, plus `example_seconds` per example."""
 
     fixed_seconds: float
     example_seconds: float
 
     @classmethod
     def through(cls, small: tuple[int, float], large: tuple[int, float]) -> Compute:
-        """The line through two measurements, each a number of examples and seconds; no cost is below zero."""
-        (fewer, less), (more, longer) = small, large
-        each = max(0.0, (longer - less) / (more - fewer))
-        return cls(max(0.0, less - each * fewer), each)
+        """Fits a line through two measurements, each a number of examples and seconds; no cost is negative."""
+        (few_examples, few_seconds), (many_examples, many_seconds) = small, large
+        example_seconds = max(0.0, (many_seconds - few_seconds) / (many_examples - few_examples))
+        return cls(max(0.0, few_seconds - example_seconds * few_examples), example_seconds)
 
     def seconds(self, examples: float) -> float:
-        """Of a step with so many examples."""
+        """Returns the seconds of a step with this number of examples."""
         return self.fixed_seconds + self.example_seconds * examples
 
 
 @dataclass(frozen=True)
 class Link:
-    """What lies between two processes: seconds until a message is there, and bytes a second."""
+    """The connection between two processes: latency of a message in seconds, and bytes per second."""
 
     latency_seconds: float
     bytes_per_second: float
 
     def all_reduce_seconds(self, bytes_: float, processes: int) -> float:
-        """Of a sum of so many bytes over a ring."""
+        """Returns the seconds of a ring all-reduce of this many bytes."""
         hops = 2 * (processes - 1)
         return hops * self.latency_seconds + hops / processes * bytes_ / self.bytes_per_second
 
@@ -69,9 +70,9 @@ class Link:
 def collective(
     compute: Compute, link: Link, gradient_bytes: float, batch_size: int, processes: int, overlap_seconds: float = 0.0
 ) -> float:
-    """A step of `multiworker` or `horovod`; the slowest process has the largest part of the batch."""
-    summed = link.all_reduce_seconds(gradient_bytes, processes)
-    return compute.seconds(math.ceil(batch_size / processes)) + max(0.0, summed - overlap_seconds)
+    """Returns the step time of `multiworker` or `horovod`, whose slowest process has the largest part of the batch."""
+    all_reduce = link.all_reduce_seconds(gradient_bytes, processes)
+    return compute.seconds(math.ceil(batch_size / processes)) + max(0.0, all_reduce - overlap_seconds)
 
 
 def averaging(
@@ -83,27 +84,36 @@ def averaging(
     steps_between: int,
     copy_seconds: float = 0.0,
 ) -> float:
-    """A step of `mpi_split`, with its part of an averaging.
+    """Returns the step time of `mpi_split`, including its share of an averaging.
 
-    `copy_seconds` are those of an averaging in which nothing is sent but the weights' own bytes: the copies of weights
-    and slots to one array and back, and the slots' part of the sum.
+    `copy_seconds` is what an averaging takes besides the all-reduce of the weights: copying weights and slots into one
+    array and back, and the all-reduce of the slots.
     """
-    averaged = copy_seconds + link.all_reduce_seconds(weight_bytes, processes)
-    return compute.seconds(math.ceil(batch_size / processes)) + averaged / steps_between
+    averaging_seconds = copy_seconds + link.all_reduce_seconds(weight_bytes, processes)
+    return compute.seconds(math.ceil(batch_size / processes)) + averaging_seconds / steps_between
 
 
 def servers(compute: Compute, link: Link, gradient_bytes: float, batch_size: int, workers: int, servers: int) -> float:
-    """Seconds from one update to the next of asynchronous parameter servers; weights come and gradients go."""
+    """Returns the time between updates of asynchronous parameter servers, which send weights and receive gradients."""
     return max(compute.seconds(batch_size) / workers, 2 * gradient_bytes / (servers * link.bytes_per_second))
 
 
 def pipeline(compute: Compute, batch_size: int, stages: int, micro_batches: int) -> float:
-    """A step of a pipeline of stages that take the same time."""
+    """Returns the step time of a pipeline whose stages take the same time."""
     return (micro_batches + stages - 1) / micro_batches * compute.seconds(batch_size) / stages
 
 
 def link_of(rate: str | None, latency: str | None, option: str = "--link") -> Link | None:
-    """The link that two options describe; `option` is the name of that for the rate."""
+    """Parses the options of a link; `None` if neither is set.
+
+    Args:
+        rate: bits per second, such as `10Gbit`.
+        latency: a time, such as `50us`.
+        option: the name of the option for the rate.
+
+    Raises:
+        UsageError: only one of the two is set, or a value is not valid.
+    """
     if rate is None and latency is None:
         return None
     if rate is None or latency is None:
@@ -111,7 +121,7 @@ def link_of(rate: str | None, latency: str | None, option: str = "--link") -> Li
     bits = re.fullmatch(r"([\d.]+) ?([kmg]?)bit(?:/s)?", rate.lower())
     time = re.fullmatch(r"([\d.]+) ?(s|ms|us|ns)", latency.lower())
     if bits is None or float(bits[1]) <= 0:
-        raise UsageError(f"`{option}` is `{rate}`", "give bits a second, such as 10Gbit or 800Mbit")
+        raise UsageError(f"`{option}` is `{rate}`", "use bits per second, such as 10Gbit or 800Mbit")
     if time is None:
-        raise UsageError(f"`--latency` is `{latency}`", "give a time, such as 50us or 1ms")
+        raise UsageError(f"`--latency` is `{latency}`", "use a time, such as 50us or 1ms")
     return Link(float(time[1]) * _SECONDS[time[2]], float(bits[1]) * _BITS[bits[2]] / 8)

@@ -1,7 +1,7 @@
-"""The short measurements that a prediction is made from: steps at two batch sizes, and the links between processes.
+"""The short measurements behind a prediction: steps at two batch sizes, and the links between processes.
 
-Steps are those of real runs of `tfdist train --strategy single`. For N processes that share this machine, N of them run
-at the same time, each with its part of the cores, so that what they take from each other is in the measurement.
+The steps are those of `tfdist train --strategy single`. For N processes that share this machine, N runs take place at
+the same time, each on its share of the cores, so that the measurement includes how they slow each other down.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import dataclasses
 import os
 import statistics
 import subprocess
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,108 +21,108 @@ from tfdist.errors import UsageError
 from tfdist.launcher import limited
 from tfdist.run.folder import load_record
 from tfdist.run.schema import RunRecord
-from tfdist.study.measure import OUTPUT
+from tfdist.study.measure import OUTPUT, start_training
 from tfdist.study.plan import as_options
 
-# Epochs of a run, of which the first one warms up.
+# Epochs per run; the first warms up.
 EPOCHS = 3
-# What an epoch itself costs must not count for much in its steps, and an epoch of a large model must end.
-MOST_STEPS, LEAST_STEPS, PROBED_STEPS, SECONDS_OF_AN_EPOCH = 250, 10, 10, 10.0
-SECONDS_OF_A_RUN = 300.0
-# An all-reduce of two processes has two hops.
+# Enough steps to make the fixed cost of an epoch negligible, but few enough that an epoch of a large model ends soon.
+MAX_STEPS, MIN_STEPS, PROBE_STEPS, EPOCH_SECONDS = 250, 10, 10, 10.0
+MAX_RUN_SECONDS = 300.0
+# Hops in an all-reduce of two processes.
 HOPS_OF_TWO = 2
 
 
 @dataclass(frozen=True)
 class Work:
-    """What is to be predicted.
+    """The training that is measured.
 
     Attributes:
-        options: of `tfdist train`, by name, without strategy, batch size and run folder.
-        batch_size: examples in a global batch.
+        options: options of `tfdist train` by name, without strategy, batch size and run folder.
+        batch_size: examples per global batch.
         examples: training examples of the dataset.
-        cores: those of this machine.
-        steps: of an epoch of each run.
+        cores: the cores of this machine.
+        steps: steps per epoch of each run.
     """
 
     options: dict[str, object]
     batch_size: int
     examples: int
     cores: tuple[int, ...]
-    steps: int = PROBED_STEPS
+    steps: int = PROBE_STEPS
 
     def with_steps_for(self, folder: Path) -> Work:
-        """The same with so many steps that an epoch takes some seconds, by a short run."""
-        (record,) = _side_by_side(self, self.batch_size, 1, folder / "probe")
-        seconds = record.epochs[-1].step_seconds or SECONDS_OF_AN_EPOCH
-        steps = min(max(LEAST_STEPS, round(SECONDS_OF_AN_EPOCH / seconds)), MOST_STEPS)
+        """Returns the same work with enough steps for an epoch of about `EPOCH_SECONDS`, judged by a short run."""
+        (record,) = run_side_by_side(self, self.batch_size, 1, folder / "probe")
+        seconds = record.epochs[-1].step_seconds or EPOCH_SECONDS
+        steps = min(max(MIN_STEPS, round(EPOCH_SECONDS / seconds)), MAX_STEPS)
         return dataclasses.replace(self, steps=steps)
 
 
 def compute(work: Work, processes: int, folder: Path) -> tuple[Compute, RunRecord]:
-    """The cost of computation where so many processes share the machine, and the record of one of the runs."""
+    """Measures the cost of computation with `processes` on this machine; also returns the record of one run."""
     sizes = max(1, work.batch_size // (2 * processes)), -(-work.batch_size // processes)
     if sizes[0] == sizes[1]:
         sizes = sizes[0], 2 * sizes[0]
     points = []
     for size in sizes:
-        records = _side_by_side(work, size, processes, folder / f"{processes}-{size}")
+        records = run_side_by_side(work, size, processes, folder / f"{processes}-{size}")
         seconds = [epoch.step_seconds for record in records for epoch in record.epochs[1:] if epoch.step_seconds]
         points.append((size, statistics.median(seconds)))
     return Compute.through(*points), records[0]
 
 
 def link(strategy: str) -> Link | None:
-    """Between two processes of this machine, over what `strategy` uses; `None` where that is not there."""
-    found = links.between_two_processes(strategy).link
-    if found is None:
+    """Measures the link of `strategy` between two processes of this machine; `None` if it is unavailable."""
+    measurement = links.between_two_processes(strategy).link
+    if measurement is None:
         return None
-    return Link(found.latency_microseconds / 1e6 / HOPS_OF_TWO, found.gigabytes_per_second * 1e9)
+    return Link(measurement.latency_microseconds / 1e6 / HOPS_OF_TWO, measurement.gigabytes_per_second * 1e9)
 
 
 def averaging_seconds(work: Work, folder: Path) -> float | None:
-    """An averaging of two processes of `mpi_split` on this machine; `None` where they cannot run."""
+    """Measures an averaging of two processes of `mpi_split` on this machine; `None` if they cannot run."""
     options = {**work.options, "strategy": "mpi_split", "workers": 2, "batch_size": work.batch_size}
-    process = _begin({**options, "limit": 2 * work.batch_size, "epochs": EPOCHS}, folder, work.cores)
+    process = _start({**options, "limit": 2 * work.batch_size, "epochs": EPOCHS}, folder, work.cores)
     try:
-        code = limited.wait(process, SECONDS_OF_A_RUN)
+        code = limited.wait(process, MAX_RUN_SECONDS)
     finally:
         limited.kill(process)
     if code != 0:
         return None
-    # The first epoch's traces the graphs.
-    found = [epoch.metrics.get("sync_seconds") for epoch in load_record(folder).epochs[1:]]
-    return min((seconds for seconds in found if seconds is not None), default=None)
+    # Without the first epoch, which traces the graphs.
+    seconds = [epoch.metrics.get("sync_seconds") for epoch in load_record(folder).epochs[1:]]
+    return min((value for value in seconds if value is not None), default=None)
 
 
-def _side_by_side(work: Work, size: int, processes: int, folder: Path) -> list[RunRecord]:
-    shares = [work.cores[rank::processes] for rank in range(processes)]
+def run_side_by_side(work: Work, batch_size: int, processes: int, folder: Path) -> list[RunRecord]:
+    """Runs `processes` trainings of `single` at the same time, each on its share of the cores; returns their records.
+
+    Raises:
+        UsageError: a training failed or took too long.
+    """
     folders = [folder / str(rank) for rank in range(processes)]
-    limit = min(work.examples, work.steps * size)
-    options = {**work.options, "strategy": "single", "batch_size": size, "limit": limit, "epochs": EPOCHS}
-    running = [_begin(options, place, share) for place, share in zip(folders, shares, strict=True)]
+    limit = min(work.examples, work.steps * batch_size)
+    options = {**work.options, "strategy": "single", "batch_size": batch_size, "limit": limit, "epochs": EPOCHS}
+    children = [_start(options, run, work.cores[rank::processes]) for rank, run in enumerate(folders)]
     try:
-        codes = [limited.wait(process, SECONDS_OF_A_RUN) for process in running]
+        codes = [limited.wait(child, MAX_RUN_SECONDS) for child in children]
     finally:
-        for process in running:
-            limited.kill(process)
-    for place, code in zip(folders, codes, strict=True):
+        for child in children:
+            limited.kill(child)
+    for run, code in zip(folders, codes, strict=True):
         if code != 0:
-            said = (place / OUTPUT).read_text(encoding="utf-8", errors="replace")
-            told = f"it took longer than {SECONDS_OF_A_RUN:g} s" if code is None else terminal.cause(said)
+            output = (run / OUTPUT).read_text(encoding="utf-8", errors="replace")
+            reason = f"it took longer than {MAX_RUN_SECONDS:g} s" if code is None else terminal.cause(output)
             raise UsageError(
-                f"A step of {size} examples could not be measured: {told.removeprefix('error: ')}",
-                "see that `tfdist train --strategy single` runs with these options",
+                f"A step of {batch_size} examples could not be measured: {reason.removeprefix('error: ')}",
+                "check that `tfdist train --strategy single` runs with these options",
             )
-    return [load_record(place) for place in folders]
+    return [load_record(run) for run in folders]
 
 
-def _begin(options: dict[str, object], folder: Path, cores: Sequence[int]) -> subprocess.Popen[bytes]:
+def _start(options: dict[str, object], folder: Path, cores: Sequence[int]) -> subprocess.Popen[bytes]:
     folder.mkdir(parents=True)
-    command = [sys.executable, "-m", "tfdist.train", *as_options(options), "--quiet", "--run-dir", str(folder)]
-    with open(folder / OUTPUT, "wb") as output:
-        process = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
-        )
-    os.sched_setaffinity(process.pid, cores)  # before it has begun to ask for them
+    process = start_training([*as_options(options), "--quiet", "--run-dir", str(folder)], folder)
+    os.sched_setaffinity(process.pid, cores)  # before TensorFlow counts them
     return process

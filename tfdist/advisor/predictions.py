@@ -1,4 +1,4 @@
-"""Predictions for strategies and numbers of workers, made of measurements by the cost model."""
+"""Predicts the throughput of strategies on numbers of workers, by the cost model."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from dataclasses import dataclass
 from tfdist.advisor import costs
 from tfdist.advisor.costs import Compute, Link
 
-MICRO_BATCHES = 4  # of a pipeline
+MICRO_BATCHES = 4  # per step of a pipeline
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """What is expected of a strategy.
+    """The predicted throughput of a strategy.
 
     Attributes:
-        strategy: its name.
-        workers: its processes, or the stages of a pipeline.
-        examples_per_second: of training, after the first epoch.
+        strategy: the name of the strategy.
+        workers: the number of processes, or of pipeline stages.
+        examples_per_second: training examples per second after the first epoch.
     """
 
     strategy: str
@@ -27,22 +27,22 @@ class Prediction:
 
     @property
     def name(self) -> str:
-        """Such as `horovod on 2`."""
+        """The strategy with its number of workers, such as `horovod on 2`."""
         return self.strategy if self.strategy == "single" else f"{self.strategy} on {self.workers}"
 
 
 @dataclass(frozen=True)
 class Facts:
-    """What predictions are made of.
+    """The inputs of the cost model.
 
     Attributes:
-        batch_size: examples in a global batch.
-        steps: steps of an epoch.
-        bytes: of the gradients, and of the weights.
-        compute: by the number of processes that share the machine; with 1 alone, workers are machines of their own.
-        links: by strategy.
-        machines: whether each worker has a machine of its own.
-        copy_seconds: of an averaging, see `costs.averaging`.
+        batch_size: examples per global batch.
+        steps: steps per epoch.
+        bytes: bytes of the gradients, and of the weights.
+        compute: the cost of computation, by the number of processes that share the machine; only for 1 if `machines`.
+        links: the link of each strategy.
+        machines: whether each worker has its own machine.
+        copy_seconds: see `costs.averaging`.
     """
 
     batch_size: int
@@ -53,32 +53,30 @@ class Facts:
     machines: bool
     copy_seconds: float = 0.0
 
-    def compute_of(self, workers: int) -> Compute:
-        """The cost of computation in each of so many workers."""
-        return self.compute[1 if self.machines else workers]
+
+def predict(facts: Facts, worker_counts: Sequence[int]) -> list[Prediction]:
+    """Predicts `single`, and each strategy with a link on each number of workers; returns the fastest first."""
+    predictions = [Prediction("single", 1, facts.batch_size / facts.compute[1].seconds(facts.batch_size))]
+    for workers in worker_counts:
+        if workers > 1:
+            predictions += [
+                Prediction(strategy, workers, facts.batch_size / seconds)
+                for strategy, seconds in _step_seconds(facts, workers).items()
+            ]
+    return sorted(predictions, key=lambda prediction: prediction.examples_per_second, reverse=True)
 
 
-def all_of(facts: Facts, workers: Sequence[int]) -> list[Prediction]:
-    """The predictions for `single`, and for each strategy that has a link with each number of workers, best first."""
-    found = [Prediction("single", 1, facts.batch_size / facts.compute[1].seconds(facts.batch_size))]
-    for count in workers:
-        if count > 1:
-            steps = _steps(facts, count)
-            found += [Prediction(name, count, facts.batch_size / seconds) for name, seconds in steps.items()]
-    return sorted(found, key=lambda one: one.examples_per_second, reverse=True)
-
-
-def _steps(facts: Facts, count: int) -> dict[str, float]:
-    """Seconds of a step of a global batch on so many workers, by strategy."""
-    compute, size = facts.compute_of(count), facts.batch_size
-    found = {}
+def _step_seconds(facts: Facts, workers: int) -> dict[str, float]:
+    """The seconds per global batch, by strategy."""
+    compute, size = facts.compute[1 if facts.machines else workers], facts.batch_size
+    seconds = {}
     for name, link in facts.links.items():
         if name == "mpi_split":
-            found[name] = costs.averaging(compute, link, facts.bytes, size, count, facts.steps, facts.copy_seconds)
+            seconds[name] = costs.averaging(compute, link, facts.bytes, size, workers, facts.steps, facts.copy_seconds)
         elif name == "parameter_server":
-            found[name] = costs.servers(compute, link, facts.bytes, size, count, servers=1)
+            seconds[name] = costs.servers(compute, link, facts.bytes, size, workers, servers=1)
         else:
-            found[name] = costs.collective(compute, link, facts.bytes, size, count)
-    if facts.machines:  # on one machine, the stages would share its cores
-        found["pipeline"] = costs.pipeline(compute, size, count, MICRO_BATCHES)
-    return found
+            seconds[name] = costs.collective(compute, link, facts.bytes, size, workers)
+    if facts.machines:  # on a single machine, the stages would share its cores
+        seconds["pipeline"] = costs.pipeline(compute, size, workers, MICRO_BATCHES)
+    return seconds

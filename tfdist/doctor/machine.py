@@ -15,7 +15,7 @@ import psutil
 
 from tfdist.doctor.finding import Finding, note, ok, problem
 from tfdist.jobs.job_environment import cores
-from tfdist.launcher import descriptors
+from tfdist.launcher import resources
 
 GIB = 1 << 30
 # TensorFlow and Keras alone take 0.6 GiB per process.
@@ -183,7 +183,7 @@ def open_files() -> Iterator[Finding]:
     if hard != resource.RLIM_INFINITY and hard < LEAST_FILES:
         yield problem("open files", f"{sentence}, which is too few for a job", hint)
     elif hard != resource.RLIM_INFINITY and hard < USUAL_FILES:
-        most = (hard - descriptors.OF_THE_PROGRAM) // 3
+        most = (hard - resources.RESERVED_FILES) // 3
         yield note("open files", f"{sentence}, which is enough for {most} processes on a host", hint)
     else:
         yield ok("open files", sentence)

@@ -1,8 +1,8 @@
-"""Starts the processes of a job, shows their output, and leaves none of them behind.
+"""Starts the processes of a job, shows their output, and leaves no process behind.
 
     launch ──► job ──► run ──► host ──ssh──► agent (one per host) ──► the user's program, in each process
 
-An agent reserves a port for each process of its host, starts the processes when all addresses are known, passes signals
-on, and returns their output and exit codes over the one connection. It ends them, and everything that they started,
+An agent reserves a port for each process of its host, starts the processes once all addresses are known, forwards
+signals, and returns output and exit codes over its single connection. It ends the processes and all their descendants
 when the launcher asks for it or no longer runs.
 """

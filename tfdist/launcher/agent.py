@@ -1,8 +1,8 @@
-"""The agent of one host: starts its processes of a job, and supervises them: `python -m tfdist.launcher.agent PORT...`.
+"""The agent of a host: starts and supervises the host's processes: `python -m tfdist.launcher.agent PORT...`.
 
-The launcher starts one on each host, over ssh where that is not this machine; `protocol` has what they say to each
-other. PORT is a port to reserve for a process, or 0 for any. All runs in one thread, since a process with threads must
-not fork as `subprocess` does here.
+The launcher starts one agent on each host, over ssh on other machines; `protocol` describes their messages. PORT is the
+port to reserve for a process, or 0 for any free port. Everything runs in one thread, because a process with threads
+must not fork with a `preexec_fn`.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ import psutil
 
 from tfdist.errors import UsageError
 from tfdist.jobs import cluster_file, job_environment, ports
-from tfdist.launcher import descriptors, protocol, shares
+from tfdist.launcher import protocol, resources
 
 SECONDS_TO_END = 4.0
-# For what a process wrote at its end, or whom it left its streams to.
+# How long to read from a process that has ended: a descendant may keep its streams open.
 SECONDS_FOR_OUTPUT = 1.0
-SECONDS_BETWEEN_LOOKS = 0.02
-CANNOT_START = 126  # as a shell has it
-# Where the output of a process goes: a terminal, so that a progress bar moves; two streams; or one.
-TERMINAL, APART, TOGETHER = "terminal", "apart", "together"
-# A port and at most two streams; two more while it is started.
-DESCRIPTORS_OF_A_PROCESS = 3
-MOST_WAITING_BYTES = 1 << 20
-PART_BYTES = 1 << 16
+SECONDS_BETWEEN_POLLS = 0.02
+CANNOT_START = 126  # the exit code of a shell in this case
+# Where a process writes: to a terminal, so that a progress bar moves; to two streams; or to a single stream.
+TERMINAL, SEPARATE, MERGED = "terminal", "separate", "merged"
+# A port and at most two streams.
+FILES_PER_PROCESS = 3
+MAX_BUFFERED_BYTES = 1 << 20
+CHUNK_BYTES = 1 << 16
 _INPUT, _OUTPUT = 0, 1
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 
@@ -48,49 +48,49 @@ class Child:
 
     number: int
     process: subprocess.Popen[bytes]
-    streams: set[int] = field(default_factory=set)  # descriptors from which there may be more to read
+    streams: set[int] = field(default_factory=set)  # descriptors that have not reached their end
     code: int | None = None
     reported: bool = False
 
 
 class Outgoing:
-    """What waits to be sent to the launcher.
+    """The buffer of messages to the launcher.
 
     Attributes:
-        is_closed: nobody reads any more.
+        is_closed: the launcher no longer reads.
     """
 
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
-        self._waiting = bytearray()
+        self._buffer = bytearray()
         self.is_closed = False
         os.set_blocking(_OUTPUT, False)
 
     @property
     def is_full(self) -> bool:
-        """Whether the processes shall wait with further output."""
-        return len(self._waiting) > MOST_WAITING_BYTES
+        """Whether the agent should stop reading from the processes."""
+        return len(self._buffer) > MAX_BUFFERED_BYTES
 
     def put(self, message: bytes) -> None:
-        """Sends a message, when there is room."""
+        """Queues a message."""
         if not self.is_closed:
-            self._waiting += message
+            self._buffer += message
             self._loop.add_writer(_OUTPUT, self._write)
 
     async def drain(self) -> None:
-        """Waits until all is sent."""
-        while self._waiting:
-            await asyncio.sleep(SECONDS_BETWEEN_LOOKS)
+        """Waits until all messages are sent."""
+        while self._buffer:
+            await asyncio.sleep(SECONDS_BETWEEN_POLLS)
 
     def _write(self) -> None:
         try:
-            del self._waiting[: os.write(_OUTPUT, self._waiting[:PART_BYTES])]
+            del self._buffer[: os.write(_OUTPUT, self._buffer[:CHUNK_BYTES])]
         except BlockingIOError:
             return
         except OSError:
             self.is_closed = True
-            self._waiting.clear()
-        if not self._waiting:
+            self._buffer.clear()
+        if not self._buffer:
             self._loop.remove_writer(_OUTPUT)
 
 
@@ -98,14 +98,14 @@ class Agent:
     """The processes of this host.
 
     Attributes:
-        done: an event: all have ended, and the launcher wants no more of them.
+        done: set when all processes have ended and the launcher has closed the connection.
     """
 
     def __init__(self) -> None:
         self.done = asyncio.Event()
         self.outgoing = Outgoing()
         self._loop = asyncio.get_running_loop()
-        self._orders = b""
+        self._received = b""
         self._job: dict[str, Any] = {}
         self._to_start: deque[int] = deque()
         self._children: dict[int, Child] = {}  # by number
@@ -115,100 +115,100 @@ class Agent:
         self._paused = False  # nothing is read from the processes
         self._gpus: list[str] = []
         self._file: IO[str] | None = None
-        self._loop.add_reader(_INPUT, self._hear)
+        self._loop.add_reader(_INPUT, self._read_orders)
         self._loop.add_signal_handler(signal.SIGCHLD, self._reap)
-        # One signal that is seen is enough for all processes that have ended; further ones may be lost.
+        # One handled SIGCHLD reaps all processes that have ended, so further wake-ups may be lost.
         signal.set_wakeup_fd(signal.set_wakeup_fd(-1), warn_on_full_buffer=False)
 
-    def _hear(self) -> None:
+    def _read_orders(self) -> None:
         try:
-            part = os.read(_INPUT, PART_BYTES)
+            chunk = os.read(_INPUT, CHUNK_BYTES)
         except BlockingIOError:
             return
         except OSError:
-            part = b""
-        if not part:
+            chunk = b""
+        if not chunk:
             self._loop.remove_reader(_INPUT)
             self._end()
             return
-        *orders, self._orders = (self._orders + part).split(b"\n")
+        *orders, self._received = (self._received + chunk).split(b"\n")
         for order in orders:
-            self._obey(json.loads(order))
+            self._execute(json.loads(order))
 
-    def _obey(self, order: dict[str, Any]) -> None:
+    def _execute(self, order: dict[str, Any]) -> None:
         if "job" in order:
             self._job = order["job"]
-            self._gpus = shares.gpus()
-            # The chief of a large job has a connection with each process.
-            descriptors.raise_towards(len(self._job["processes"]) * DESCRIPTORS_OF_A_PROCESS + self._job["size"])
+            self._gpus = resources.gpus()
+            # The chief of a large job has a connection to each process.
+            resources.raise_file_limit(len(self._job["processes"]) * FILES_PER_PROCESS + self._job["size"])
         self._to_start.extend(order.get("start", ()))
         self._loop.call_soon(self._start_next)
         if "signal" in order:
             for child in self._running.values():
-                if child.number in order.get("of", (child.number,)):
+                if child.number in order.get("processes", (child.number,)):
                     _signal(child, order["signal"])
 
     def _start_next(self) -> None:
-        """Starts one process; what else happens is seen before the next one."""
+        """Starts one process, and lets other events run before the next."""
         if self._to_start:
             self._start(self._to_start.popleft())
             self._loop.call_soon(self._start_next)
 
     def _start(self, number: int) -> None:
-        told = self._job["processes"][number]
+        settings = self._job["processes"][number]
         cores: set[int] = set()
-        if told["share"] is not None:
-            cores = set(shares.part_for(sorted(os.sched_getaffinity(0)), *told["share"]))
+        if settings["share"] is not None:
+            cores = set(resources.share_of(sorted(os.sched_getaffinity(0)), *settings["share"]))
 
         def before_exec() -> None:
             _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-            # TensorFlow, oneDNN and tf.data create one thread per core that they may use.
+            # TensorFlow, oneDNN and tf.data create one thread per core of the affinity mask.
             if cores:
                 os.sched_setaffinity(0, cores)
 
-        ours, theirs = pty.openpty() if told["output"] == TERMINAL else (None, subprocess.PIPE)
+        master, slave = pty.openpty() if settings["output"] == TERMINAL else (None, subprocess.PIPE)
         try:
             process = subprocess.Popen(
                 self._job["argv"],
                 cwd=self._job["cwd"],
-                env=self._environment(number, told),
+                env=self._environment(number, settings),
                 stdin=subprocess.DEVNULL,
-                stdout=theirs,
-                stderr=subprocess.PIPE if told["output"] == APART else subprocess.STDOUT,
+                stdout=slave,
+                stderr=subprocess.PIPE if settings["output"] == SEPARATE else subprocess.STDOUT,
                 bufsize=0,
                 start_new_session=True,
                 preexec_fn=before_exec,  # noqa: PLW1509 - this process has one thread
             )
         except OSError as error:
-            if ours is not None:
-                os.close(ours)
+            if master is not None:
+                os.close(master)
             self._send(protocol.OUT, number, f"error: The process cannot be started: {error.strerror}\n".encode())
             self._send(protocol.EXIT, number, str(CANNOT_START).encode())
             return
         finally:
-            if ours is not None:
-                os.close(theirs)
+            if master is not None:
+                os.close(slave)
         child = self._children[number] = self._running[process.pid] = Child(number, process)
-        out = process.stdout if ours is None else os.fdopen(ours, "rb", 0)
+        out = process.stdout if master is None else os.fdopen(master, "rb", 0)
         for stream, kind in ((out, protocol.OUT), (process.stderr, protocol.ERR)):
             if stream is not None:
                 child.streams.add(stream.fileno())
                 self._streams[stream.fileno()] = stream, kind, child
-                self._loop.add_reader(stream.fileno(), self._take, stream.fileno())
+                self._loop.add_reader(stream.fileno(), self._forward, stream.fileno())
 
-    def _environment(self, number: int, told: dict[str, Any]) -> dict[str, str]:
+    def _environment(self, number: int, settings: dict[str, Any]) -> dict[str, str]:
         environment = os.environ | self._job["environment"] | {job_environment.PROCESS: f"{os.getpid()}:{number}"}
-        if told["share"] is not None and (gpus := shares.part_for(self._gpus, *told["share"])):
+        if settings["share"] is not None and (gpus := resources.share_of(self._gpus, *settings["share"])):
             environment |= {"CUDA_VISIBLE_DEVICES": ",".join(gpus), job_environment.OWN_GPUS: "1"}
         if self._job["cluster"] is None:
             return environment
         for name in (cluster_file.TF_CONFIG, job_environment.CLUSTER, job_environment.TASK):
-            environment.pop(name, None)  # of a job to which the launcher belongs
-        known = cluster_file.variables(self._job["cluster"], told["role"], told["index"], self._cluster_file)
-        return environment | known
+            environment.pop(name, None)  # the launcher may itself belong to a job
+        cluster = self._job["cluster"]
+        return environment | cluster_file.variables(cluster, settings["role"], settings["index"], self._cluster_file)
 
     def _cluster_file(self) -> str:
-        """The path of a file with all addresses, which nobody else may read, and which ends with this process."""
+        """Returns the path of a temporary file with all addresses, readable by the user only."""
         if self._file is None:
             self._file = tempfile.NamedTemporaryFile("w", prefix="tfdist-cluster-", suffix=".json")  # noqa: SIM115
             self._file.write(self._job["cluster"])
@@ -224,22 +224,23 @@ class Agent:
             self._resume()
 
     def _resume(self) -> None:
-        """Reads from the processes again, once there is room for it."""
+        """Reads from the processes again once the buffer has space."""
         if self.outgoing.is_full:
-            self._loop.call_later(SECONDS_BETWEEN_LOOKS, self._resume)
+            self._loop.call_later(SECONDS_BETWEEN_POLLS, self._resume)
             return
         self._paused = False
         for descriptor in self._streams:
-            self._loop.add_reader(descriptor, self._take, descriptor)
+            self._loop.add_reader(descriptor, self._forward, descriptor)
 
-    def _take(self, descriptor: int) -> None:
+    def _forward(self, descriptor: int) -> None:
+        """Sends what a process has written, or closes its stream at the end."""
         stream, kind, child = self._streams[descriptor]
         try:
-            part = os.read(descriptor, PART_BYTES)
-        except OSError:  # a terminal whose last user has gone
-            part = b""
-        if part:
-            self._send(kind, child.number, part)
+            chunk = os.read(descriptor, CHUNK_BYTES)
+        except OSError:  # a terminal that no process has open any longer
+            chunk = b""
+        if chunk:
+            self._send(kind, child.number, chunk)
             return
         self._loop.remove_reader(descriptor)
         del self._streams[descriptor]
@@ -248,21 +249,22 @@ class Agent:
         self._report(child)
 
     def _reap(self) -> None:
-        """Takes the exit codes of all that have ended, and ends what they left behind."""
+        """Collects the exit codes of all processes that have ended, and kills their descendants."""
         ended = []
         with contextlib.suppress(ChildProcessError):
-            while (found := os.waitpid(-1, os.WNOHANG))[0]:
-                child = self._running.pop(found[0], None)
+            while (result := os.waitpid(-1, os.WNOHANG))[0]:
+                pid, status = result
+                child = self._running.pop(pid, None)
                 if child is not None:
-                    child.code = child.process.returncode = os.waitstatus_to_exitcode(found[1])
+                    child.code = child.process.returncode = os.waitstatus_to_exitcode(status)
                     ended.append(child)
         self._kill_orphans()
         for child in ended:
             self._report(child)
-            self._loop.call_later(SECONDS_FOR_OUTPUT, self._report_at_last, child)
+            self._loop.call_later(SECONDS_FOR_OUTPUT, self._close_and_report, child)
 
     def _kill_orphans(self) -> None:
-        """Ends the descendants of ended processes: this process has become their parent."""
+        """Kills the descendants of ended processes, whose parent this process has become."""
         running = {f"{os.getpid()}:{child.number}" for child in self._running.values()}
         for process in psutil.Process().children():
             if process.pid not in self._running:
@@ -272,18 +274,18 @@ class Agent:
                         process.kill()
 
     def _report(self, child: Child) -> None:
-        """Sends the exit code of an ended process, after all that it has written."""
+        """Sends the exit code of a process once it has ended and all its output has been sent."""
         if child.code is None or child.streams or child.reported:
             return
         child.reported = True
         code = child.code if child.code >= 0 else 128 - child.code
         self._send(protocol.EXIT, child.number, str(code).encode())
-        self._end_if_all_have()
+        self._finish_if_ended()
 
-    def _report_at_last(self, child: Child) -> None:
-        """Does so although somebody else has its streams still."""
+    def _close_and_report(self, child: Child) -> None:
+        """Reports an ended process even though another process still has its streams open."""
         if self._paused:
-            self._loop.call_later(SECONDS_FOR_OUTPUT, self._report_at_last, child)
+            self._loop.call_later(SECONDS_FOR_OUTPUT, self._close_and_report, child)
             return
         for descriptor in list(child.streams):
             self._loop.remove_reader(descriptor)
@@ -292,7 +294,7 @@ class Agent:
         self._report(child)
 
     def close(self) -> None:
-        """Removes the file with the addresses, if there is one."""
+        """Removes the file with the addresses, if it was needed."""
         if self._file is not None:
             self._file.close()
 
@@ -303,15 +305,15 @@ class Agent:
             _signal(child, signal.SIGTERM)
         self._loop.call_later(SECONDS_TO_END, _kill_children)
         self._loop.call_later(SECONDS_TO_END + SECONDS_FOR_OUTPUT, self.done.set)
-        self._end_if_all_have()
+        self._finish_if_ended()
 
-    def _end_if_all_have(self) -> None:
+    def _finish_if_ended(self) -> None:
         if self._ending and all(child.reported for child in self._children.values()):
             self.done.set()
 
 
 async def serve() -> None:
-    """Starts and supervises processes as the launcher says, until it closes the connection."""
+    """Starts and supervises processes as the launcher orders, until it closes the connection."""
     agent = Agent()
     await agent.done.wait()
     _kill_children()
@@ -321,18 +323,19 @@ async def serve() -> None:
             await agent.outgoing.drain()
 
 
-def main(*wanted: str) -> int:
-    """Reserves the ports, and supervises a process for each of them."""
+def main(*requested_ports: str) -> int:
+    """Reserves the ports, and supervises a process for each port."""
+    count = len(requested_ports)
     try:
-        descriptors.require(DESCRIPTORS_OF_A_PROCESS * len(wanted), f"The agent of {len(wanted)} processes on a host")
+        resources.require_files(FILES_PER_PROCESS * count, f"The agent of {count} processes on a host")
     except UsageError as error:
         print(json.dumps({"refused": [error.sentence, error.hint]}), flush=True)
         return error.exit_code
-    # Orphaned descendants of the processes become children of the agent, and are ended with them.
+    # Orphaned descendants of the processes become children of the agent, which kills them.
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
-    with contextlib.ExitStack() as until_the_end:
-        held = [until_the_end.enter_context(ports.hold(int(port))) for port in wanted]
-        print(json.dumps({"ports": [each.getsockname()[1] for each in held]}), flush=True)
+    with contextlib.ExitStack() as reservations:
+        sockets = [reservations.enter_context(ports.hold(int(port))) for port in requested_ports]
+        print(json.dumps({"ports": [reserved.getsockname()[1] for reserved in sockets]}), flush=True)
         asyncio.run(serve())
     return 0
 

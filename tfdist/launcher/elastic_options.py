@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,7 +31,7 @@ OPTIONS = (
 
 
 def elastic_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Gives a command these options."""
+    """Adds the options to a command."""
     for option in reversed(OPTIONS):
         command = option(command)
     return command
@@ -41,7 +42,7 @@ class ElasticOptions:
     """The values of the options.
 
     Raises:
-        UsageError: they cannot be combined.
+        UsageError: another option is set without `--elastic`.
     """
 
     elastic: bool = False
@@ -56,24 +57,25 @@ class ElasticOptions:
                 raise UsageError(f"`{option}` is set, but the job is not elastic", "add `--elastic`, or leave it out")
 
     def members(self, hostfile: Path | None, hosts: tuple[str, ...] = (), workers_here: int = 2) -> Members:
-        """The hosts of the job: those of the discovery script or the host file; else `hosts`, or this machine.
+        """Returns the hosts from the discovery script or the host file; without these, `hosts`, or this machine.
 
         Args:
             hostfile: see `tfdist.launcher.job.read_hostfile`.
-            hosts: one per worker.
-            workers_here: the number of workers on this machine, unless `--max-workers` is given.
+            hosts: the host of each worker.
+            workers_here: the number of workers on this machine, unless `--max-workers` is set.
 
         Raises:
-            UsageError: both are given, a list cannot be read, or a number is out of range.
+            UsageError: both the script and a host file are set, a list cannot be read, or a number is out of range.
         """
-        from tfdist.launcher import elastic
+        from tfdist.launcher import elastic, job
 
-        least = 1 if self.min_workers is None else self.min_workers
+        minimum = 1 if self.min_workers is None else self.min_workers
         script = self.host_discovery_script
         if hostfile and script:
             raise UsageError("`--hostfile` and `--host-discovery-script` are both set", "use one of them")
-        if hostfile or script:
-            listed = elastic.in_file(hostfile) if hostfile else elastic.by_script(script)  # type: ignore[arg-type]
-            return elastic.Members(listed, least, self.max_workers)
-        fixed = hosts or ("localhost",) * max(workers_here if self.max_workers is None else self.max_workers, least)
-        return elastic.Members(lambda: fixed, least, self.max_workers)
+        if hostfile:
+            return elastic.Members(functools.partial(job.read_hostfile, hostfile), minimum, self.max_workers)
+        if script:
+            return elastic.Members(functools.partial(elastic.discovered_hosts, script), minimum, self.max_workers)
+        fixed = hosts or ("localhost",) * max(workers_here if self.max_workers is None else self.max_workers, minimum)
+        return elastic.Members(lambda: fixed, minimum, self.max_workers)

@@ -1,7 +1,7 @@
-"""A job as text for a scheduler that starts the processes itself: a script for Slurm, manifests for Kubernetes.
+"""Writes a job for a scheduler that starts the processes itself: a script for Slurm, manifests for Kubernetes.
 
 Both run `python COMMAND` once per process. `World` detects the rest: under Slurm from Slurm's own variables, in a pod
-from the TF_CONFIG that the pod's shell makes from the index of the pod.
+from the TF_CONFIG that the pod's shell computes from the index of the pod.
 
 Synopsis:
 
@@ -29,16 +29,16 @@ IMAGE = "registry.example.com/tfdist:edit-me"
 # Every pod has its own address, so that all can listen on the same port.
 POD_PORT = 2222
 
-# The names that Kubernetes allows for a service, and for a pod's host, which ends with a dash and the pod's index.
-LONGEST_LABEL = 63
+# The longest name that Kubernetes allows for a service and for a host; a pod's host name ends with the pod's index.
+MAX_LABEL_LENGTH = 63
 KUBERNETES_PREFIX = "tfdist-"
 
 
 def slurm(job: Job) -> str:
-    """The job as a script for `sbatch`.
+    """Returns a script for `sbatch` that runs the job.
 
     Raises:
-        UsageError: the job names hosts, which Slurm chooses.
+        UsageError: the job names hosts, although Slurm chooses them.
     """
     _refuse_hosts(job, "slurm", "Slurm chooses the nodes, and `sbatch --nodelist=...` names them")
     size = len(job.roles)
@@ -47,7 +47,7 @@ def slurm(job: Job) -> str:
     variables = [f'export {JOB}="slurm-$SLURM_JOB_ID"', f"export {START_SECONDS}={job.start_seconds:g}"]
     if job.ps:
         variables += [
-            "# The last processes, this many, are parameter servers; the first is the chief, the others are workers.",
+            "# The number of parameter servers, which are the last processes; the first is the chief, the rest train.",
             f"export {PARAMETER_SERVERS}={job.ps}",
         ]
     return "\n".join(
@@ -68,14 +68,14 @@ def slurm(job: Job) -> str:
 
 _SLURM_HEAD = """\
 #!/usr/bin/env bash
-# Runs one program in {processes}, as a job of Slurm: `sbatch FILE`. Look through the lines under `edit`.
+# Runs one program in {processes}, as a Slurm job: `sbatch FILE`. Check the lines below `edit`.
 
 #SBATCH --job-name=tfdist
 #SBATCH --output=%x-%j.out
 #SBATCH --ntasks={size}
-# edit: one process per node. With fewer nodes, some processes use the same node; `--ntasks-per-node` limits them.
+# edit: one process per node. With fewer nodes, processes share nodes; `--ntasks-per-node` limits how many.
 #SBATCH --nodes={size}
-# edit: resources per process. Remove one `#`, and write what your nodes have.
+# edit: resources per process. Remove one `#`, and set what your nodes have.
 ##SBATCH --cpus-per-task=8
 ##SBATCH --gpus-per-task=1
 # edit: partition and time limit.
@@ -83,21 +83,21 @@ _SLURM_HEAD = """\
 ##SBATCH --time=04:00:00
 {requeue}
 
-# edit: make `python` the one that has tfdist, for example by `source /shared/venv/bin/activate`. This comes before
-# `set -u`, with which some of these scripts fail.
+# edit: make `python` the one with tfdist, for example by `source /shared/venv/bin/activate`. This comes before
+# `set -u`, with which some activation scripts fail.
 
 set -euo pipefail
 
-# Since Slurm 22.05, a step does not inherit this from its job.
+# Since Slurm 22.05, a step does not inherit this setting from its job.
 if [ -n "${{SLURM_CPUS_PER_TASK:-}}" ]; then export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK; fi
 """
 
 _NO_REQUEUE = """\
-# A failure ends the job, also the failure of a node.
+# A failure ends the job, also if a node fails.
 #SBATCH --no-requeue"""
 
 _REQUEUE = """\
-# A job that was put back into the queue, by Slurm or by the end of this script, runs this script again.
+# A job that is put back into the queue, by Slurm or by the end of this script, runs this script again.
 #SBATCH --requeue
 #SBATCH --open-mode=append"""
 
@@ -112,10 +112,10 @@ if [ "${variable}" -gt "$restarts" ]; then
   exit 1
 fi
 
-# If one process fails, all are ended, and all start again.
+# If a process fails, all processes are ended and started again.
 status=0
 {step} || status=$?
-# Exit code {usage}, which `srun` returns if no process has a higher one, means that the program's input needs a change.
+# Exit code {usage}, which `srun` returns if no process has a higher code, is a usage error: a restart does not help.
 if [ "$status" -ne 0 ] && [ "$status" -ne {usage} ] && [ "${variable}" -lt "$restarts" ]; then
   echo "The job failed with exit code $status; putting it back into the queue" >&2
   scontrol requeue "$SLURM_JOB_ID"
@@ -124,14 +124,14 @@ exit "$status\""""
 
 
 def kubernetes(job: Job, image: str = IMAGE) -> str:
-    """The job as manifests for `kubectl apply`: a network policy, a service that names the pods, and the job itself.
+    """Returns manifests for `kubectl apply`: a network policy, a service that names the pods, and the job itself.
 
     Args:
-        job: what to run.
+        job: the job.
         image: the container image, with `sh`, and with a `python` that has tfdist and the program.
 
     Raises:
-        UsageError: the job names hosts, which Kubernetes chooses, or has a name that Kubernetes does not allow.
+        UsageError: the job names hosts, although Kubernetes chooses them, or has a name that Kubernetes does not allow.
     """
     _refuse_hosts(job, "kubernetes", "Kubernetes chooses the nodes; `nodeSelector` in the manifest narrows them")
     size = len(job.roles)
@@ -143,7 +143,7 @@ def kubernetes(job: Job, image: str = IMAGE) -> str:
         restarts=job.restarts,
         image=_quoted(image),
         snippet=textwrap.indent(_RANK_TO_ROLE.format(role=_role_of_rank(job)), " " * 14).strip(),
-        # Kubernetes reads `$(NAME)` in an argument as a variable, and `$$` as a dollar.
+        # Kubernetes expands `$(NAME)` in an argument, and replaces `$$` by a dollar.
         arguments="\n".join(f"            - {_quoted(word.replace('$', '$$'))}" for word in job.command),
         cluster=json.dumps(cluster),
         port=POD_PORT,
@@ -177,11 +177,11 @@ def _role_of_rank(job: Job) -> str:
 
 
 _MANIFESTS = """\
-# Runs one program in {size} pods: `kubectl apply -f FILE`. Look through the lines under `edit`. Needs Kubernetes 1.29.
+# Runs one program in {size} pods: `kubectl apply -f FILE`. Check the lines below `edit`. Needs Kubernetes 1.29.
 
 # TensorFlow's servers have no authentication: anyone who can reach one can run code in its pod. Therefore only the
 # job's own pods may connect. The cluster's network plugin must enforce policies; not every plugin does. No ports are
-# listed, since NCCL uses others besides {port}.
+# listed, since NCCL uses further ports besides {port}.
 apiVersion: networking.k8s.io/v1
 kind: NetworkPolicy
 metadata:
@@ -200,7 +200,7 @@ spec:
             matchLabels:
               tfdist-job: {name}
 ---
-# Gives the pods the names {name}-0.{name} and so on, from the moment they have an address.
+# Gives the pods the names {name}-0.{name} and so on, as soon as they have an address.
 apiVersion: v1
 kind: Service
 metadata:
@@ -226,19 +226,18 @@ spec:
   completionMode: Indexed
   completions: {size}
   parallelism: {size}
-  # Kubernetes restarts single pods. With tfdist every process ends when one fails, so that one failure of the job is
-  # one failure of each pod, and all pods are restarted. This is the number of failures allowed per pod; the first pod
-  # that exceeds it ends the job. (`backoffLimit` would count the failures of all pods together, restarts x pods, and
-  # the wait before a restart would double with each pod, not with each restart: 10 s, 20 s, ... up to 10 minutes.) An
-  # eviction counts as a failure.
+  # Kubernetes restarts single pods. With tfdist every process ends when one fails, so a failure of the job is a failure
+  # of each pod, and all pods are restarted. This is the number of failures allowed per pod; the first pod that exceeds
+  # it ends the job. (`backoffLimit` would count the failures of all pods together, restarts x pods, and the wait before
+  # a restart would double with each pod, not with each restart: 10 s, 20 s, ... up to 10 minutes.) An eviction counts
+  # as a failure.
   backoffLimitPerIndex: {restarts}
   maxFailedIndexes: 0
-  # Never two pods of one rank at a time.
+  # Two pods must never run the same rank at the same time.
   podReplacementPolicy: Failed
   podFailurePolicy:
     rules:
-      # A restart does not help: the program's input needs a change ({usage}), or the image has no `python` that runs
-      # (127, 126).
+      # A restart does not help after a usage error ({usage}), or if the image has no working `python` (127, 126).
       - action: FailJob
         onExitCodes:
           containerName: tfdist
@@ -279,7 +278,7 @@ spec:
                 {cluster}
             - name: {job_variable}
               value: {job_name}
-            # edit: how long the first pod waits for the last. This includes scheduling and pulling images.
+            # edit: how long the first pod waits for the last one. This includes scheduling and pulling images.
             - name: {start_variable}
               value: {start_seconds}
             # The number of restarts of this pod; above 0, tfdist.train continues from its last checkpoint.
@@ -318,18 +317,18 @@ def _refuse_hosts(job: Job, target: str, hint: str) -> None:
 
 
 def _kubernetes_name(job_name: str, size: int) -> str:
-    """The name of the job's objects in Kubernetes."""
+    """Returns the name of the job's objects in Kubernetes."""
     name = KUBERNETES_PREFIX + job_name
-    longest = LONGEST_LABEL - len(f"-{size - 1}")
+    longest = MAX_LABEL_LENGTH - len(f"-{size - 1}")
     if not re.fullmatch("[a-z0-9-]*[a-z0-9]", name) or len(name) > longest:
         raise UsageError(
             f"The job's name is `{job_name}`, which Kubernetes does not allow",
-            f"use at most {longest - len(KUBERNETES_PREFIX)} lowercase letters, digits and dashes; no dash at the end",
+            f"use at most {longest - len(KUBERNETES_PREFIX)} lowercase letters, digits and dashes, no dash at the end",
         )
     return name
 
 
 def _quoted(text: str) -> str:
-    """A text in YAML's double-quoted style: as in JSON, with characters that cannot be printed as escapes."""
+    """Quotes a text for YAML in the double-quoted style: as JSON, with unprintable characters escaped."""
     characters = json.dumps(text, ensure_ascii=False)
     return "".join(c if c.isprintable() else f"\\U{ord(c):08X}" for c in characters)

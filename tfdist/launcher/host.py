@@ -1,4 +1,4 @@
-"""A host of the job as the launcher sees it: the agent there, and the one connection to it."""
+"""A host of a job as the launcher sees it: the agent on it, and the launcher's single connection to the agent."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from tfdist.errors import ClusterError, TfdistError, UsageError
 from tfdist.launcher import agent, protocol
 from tfdist.launcher.process import Process, Stream
 
-# The agent's three streams, and one of asyncio's.
-DESCRIPTORS_OF_A_HOST = 4
-SECONDS_FOR_LAST_WORDS = 1.0
-CONNECTION_LOST = 255  # as ssh has it
-MOST_PORTS = 8
-LONGEST_LINE_BYTES = 1 << 20
-PART_BYTES = 1 << 16
+# The agent's three streams, and a descriptor of asyncio's.
+FILES_PER_HOST = 4
+SECONDS_FOR_LAST_OUTPUT = 1.0
+CONNECTION_LOST = 255  # the exit code of ssh in this case
+MAX_LISTED_PORTS = 8
+MAX_LINE_BYTES = 1 << 20
+CHUNK_BYTES = 1 << 16
 
 
 @dataclass(eq=False)
@@ -30,12 +30,12 @@ class Host:
     """A host, its processes, and their streams.
 
     Attributes:
-        name: of the host; `None` is this machine.
-        processes: by their number on the host.
-        streams: of each process: output and errors.
-        ended: called for each process that has ended.
-        job: what the agent is told to start.
-        is_connected: the agent is there.
+        name: the name of the host; `None` for this machine.
+        processes: the host's processes, by their number on the host.
+        streams: the output and the error stream of each process.
+        ended: called with each process that has ended.
+        job: the job as sent to the agent.
+        is_connected: whether the agent is running and reachable.
     """
 
     name: str | None
@@ -48,9 +48,8 @@ class Host:
     _listening: asyncio.Task[None] | None = field(default=None, init=False)
 
     async def open(self, ssh: Sequence[str]) -> None:
-        """Starts the agent, with the `ssh` command where the host has a name."""
-        wanted = [str(process.port) for process in self.processes]
-        command = [sys.executable, "-m", agent.__name__, *wanted]
+        """Starts the agent; if the host has a name, with the command `ssh`."""
+        command = [sys.executable, "-m", agent.__name__, *(str(process.port) for process in self.processes)]
         if self.name is not None:
             remote = f"cd {shlex.quote(os.getcwd())} && exec {shlex.join(command)}"
             command = [*ssh, "--", self.name.strip("[]"), remote]
@@ -59,105 +58,108 @@ class Host:
             stdin=PIPE,
             stdout=PIPE,
             stderr=PIPE,
-            limit=LONGEST_LINE_BYTES,
-            start_new_session=True,  # Ctrl-C comes to the launcher, which passes it on
+            limit=MAX_LINE_BYTES,
+            start_new_session=True,  # Ctrl-C goes to the launcher, which forwards it
         )
 
-    async def meet(self, seconds: float, deadline: float) -> None:
-        """Reads the ports of the processes, `deadline` at the latest, which is `seconds` after the start.
+    async def connect(self, seconds: float, deadline: float) -> None:
+        """Waits for the agent's first message, which has the ports of the processes.
+
+        Args:
+            seconds: the time limit, for the error message.
+            deadline: when the limit ends, in the time of the event loop.
 
         Raises:
             ClusterError: the agent did not start.
-            UsageError: its host cannot run so many processes.
+            UsageError: the host cannot run as many processes.
         """
         assert self._agent is not None and self._agent.stdout is not None and self._agent.stderr is not None
-        said, found, in_time = b"", None, False
+        output, message, in_time = b"", None, False
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout_at(deadline):
-                # Over ssh the host may say something of its own first.
-                while found is None and (line := await self._agent.stdout.readline()):
-                    found = protocol.first_message(line)
-                    said += b"" if found else line
+                # Over ssh, the host may print a login message first.
+                while message is None and (line := await self._agent.stdout.readline()):
+                    message = protocol.first_message(line)
+                    output += b"" if message else line
                 in_time = True
-        await self.processes[0].keep(said)
-        if found is None:
-            raise self._did_not_start(
-                said + await _rest_of(self._agent.stderr), "" if in_time else f" in {seconds:g} s"
-            )
-        if "refused" in found:
-            raise UsageError(*found["refused"])
-        for process, port in zip(self.processes, found["ports"], strict=True):
+        await self.processes[0].keep(output)
+        if message is None:
+            output += await _remaining(self._agent.stderr)
+            raise self._did_not_start(output, "" if in_time else f" in {seconds:g} s")
+        if "refused" in message:
+            raise UsageError(*message["refused"])
+        for process, port in zip(self.processes, message["ports"], strict=True):
             process.port = port
         self.is_connected = True
         self._listening = asyncio.create_task(self._listen())
 
-    def _did_not_start(self, said: bytes, within: str) -> TfdistError:
+    def _did_not_start(self, output: bytes, within: str) -> TfdistError:
         names = self.processes[0].name
         if len(self.processes) > 1:
             names += f" and {len(self.processes) - 1} more"
-        where = f" on the host `{self.name}`" if self.name else ""
-        lines = said.decode(errors="replace").strip().splitlines() or ["it said nothing"]
+        location = f" on the host `{self.name}`" if self.name else ""
+        lines = output.decode(errors="replace").strip().splitlines() or ["there was no output"]
         return ClusterError(
-            f"{names}{where} did not start{within}: {lines[-1].strip()}",
-            "see that `ssh -o BatchMode=yes` reaches the host, and that tfdist lies there at the same place"
+            f"{names}{location} did not start{within}: {lines[-1].strip()}",
+            "check that `ssh -o BatchMode=yes` reaches the host, and that tfdist is installed there at the same path"
             if self.name
-            else "see that this machine can start processes",
+            else "check that this machine can start processes",
         )
 
     def start(self, processes: Sequence[Process]) -> None:
-        """Has the agent start these processes."""
+        """Orders the agent to start these processes."""
         if processes:
-            self.tell({"job": self.job, "start": [self.processes.index(process) for process in processes]})
+            self.send({"job": self.job, "start": [self.processes.index(process) for process in processes]})
 
-    def named_ports(self) -> str:
-        """The ports of the processes for a sentence: the first few of them, and how many more there are."""
-        shown = [str(process.port) for process in self.processes[:MOST_PORTS]]
-        more = len(self.processes) - len(shown)
-        return f"{', '.join(shown)}{f' and {more} more' if more else ''} of {self.name or 'this machine'}"
+    def listed_ports(self) -> str:
+        """The first ports of the processes, and how many more there are, as part of a sentence."""
+        ports = [str(process.port) for process in self.processes[:MAX_LISTED_PORTS]]
+        more = len(self.processes) - len(ports)
+        return f"{', '.join(ports)}{f' and {more} more' if more else ''} of {self.name or 'this machine'}"
 
-    def tell(self, order: Mapping[str, Any]) -> None:
-        """Says something to the agent, if it is still there."""
+    def send(self, order: Mapping[str, Any]) -> None:
+        """Sends an order to the agent, if it is still connected."""
         assert self._agent is not None and self._agent.stdin is not None
         with contextlib.suppress(ConnectionError, RuntimeError):
             self._agent.stdin.write(protocol.order(order))
 
     async def end(self, seconds: float) -> None:
-        """Has the agent end all its processes, and waits for its last words; ends it after `seconds`."""
+        """Lets the agent end all its processes, and kills it after `seconds`."""
         if self._agent is None:
             return
         assert self._agent.stdin is not None
         with contextlib.suppress(ConnectionError, RuntimeError):
             self._agent.stdin.close()
-        last_words = asyncio.ensure_future(self._listening or self._agent.wait())
-        await asyncio.wait([last_words], timeout=seconds)
+        last_output = asyncio.ensure_future(self._listening or self._agent.wait())
+        await asyncio.wait([last_output], timeout=seconds)
         with contextlib.suppress(ProcessLookupError):
             if self._agent.returncode is None:
                 self._agent.kill()  # which also ends its processes
-        await asyncio.wait([last_words], timeout=SECONDS_FOR_LAST_WORDS)
+        await asyncio.wait([last_output], timeout=SECONDS_FOR_LAST_OUTPUT)
 
     async def _listen(self) -> None:
-        """Takes what the processes write, and how they end, until the agent does."""
+        """Receives output and exit codes of the processes until the agent ends."""
         assert self._agent is not None and self._agent.stdout is not None and self._agent.stderr is not None
-        own_words = asyncio.create_task(self._take_errors(self._agent.stderr))
-        while found := await protocol.read_frame(self._agent.stdout):
-            kind, number, content = found
+        errors = asyncio.create_task(self._keep_errors(self._agent.stderr))
+        while frame := await protocol.read_frame(self._agent.stdout):
+            kind, number, content = frame
             if kind == protocol.EXIT:
                 await self._end(number, int(content))
             else:
-                await self.streams[number][kind].take(content)
+                await self.streams[number][kind].write(content)
         self.is_connected = False
-        # A connection that ssh shares with other programs goes on without this one, and keeps its errors open.
-        await asyncio.wait([own_words, asyncio.create_task(self._agent.wait())], timeout=SECONDS_FOR_LAST_WORDS)
+        # A connection that ssh shares with other programs outlives this command, and keeps its error stream open.
+        await asyncio.wait([errors, asyncio.create_task(self._agent.wait())], timeout=SECONDS_FOR_LAST_OUTPUT)
         code = CONNECTION_LOST if self._agent.returncode is None else self._agent.returncode
         for number, process in enumerate(self.processes):
             if process.returncode is None:
                 await self._end(number, code if code > 0 else 128 - code)
 
-    async def _take_errors(self, reader: asyncio.StreamReader) -> None:
-        """What the agent or ssh itself says is kept with the output of the host's first process."""
+    async def _keep_errors(self, reader: asyncio.StreamReader) -> None:
+        """Keeps the errors of the agent or of ssh with the output of the host's first process."""
         _, errors = self.streams[0]
-        while part := await reader.read(PART_BYTES):
-            await errors.take(part)
+        while chunk := await reader.read(CHUNK_BYTES):
+            await errors.write(chunk)
 
     async def _end(self, number: int, code: int) -> None:
         for stream in self.streams[number]:
@@ -166,11 +168,10 @@ class Host:
         self.ended(self.processes[number])
 
 
-async def _rest_of(errors: asyncio.StreamReader) -> bytes:
-    """What is still to read."""
-    said = b""
+async def _remaining(errors: asyncio.StreamReader) -> bytes:
+    output = b""
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(0.5):
-            while part := await errors.read(PART_BYTES):
-                said += part
-    return said
+            while chunk := await errors.read(CHUNK_BYTES):
+                output += chunk
+    return output

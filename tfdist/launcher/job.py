@@ -1,4 +1,4 @@
-"""What to start: one command in a number of processes."""
+"""A job: a command, and the processes and hosts that run it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tfdist.jobs.world import World
 from tfdist.options import checked_seconds
 
 # The environment variables that `mpirun` passes to other hosts.
-TAKEN_ALONG = (
+EXPORTED_VARIABLES = (
     job_environment.JOB,
     job_environment.SHARE_CORES,
     job_environment.RESTART,
@@ -31,27 +31,28 @@ TAKEN_ALONG = (
     job_environment.END_SECONDS,
     "PYTHONUNBUFFERED",
 )
-# An ssh connection is given up when its host has not answered this many probes, each after this many seconds.
-SECONDS_BETWEEN_ANSWERS, ANSWERS_MISSED = 5, 4
-# A name or an IPv4 address, or an IPv6 address in brackets. It is put on command lines, so it must not look like an
+# ssh probes the host after this many seconds of silence, and closes the connection after this many unanswered probes.
+PROBE_SECONDS, MAX_UNANSWERED_PROBES = 5, 4
+# A name, an IPv4 address, or an IPv6 address in brackets. It becomes part of command lines, so it must not look like an
 # option.
 HOST = r"[A-Za-z0-9_][A-Za-z0-9_.-]*|\[[0-9A-Fa-f:.]+\]"
-# Variables that `mpirun` and `horovodrun` set to the same value in all processes of a job, and differently for each
-# job.
-ALIKE_IN_A_JOB = ("PMIX_NAMESPACE", "HOROVOD_GLOO_RENDEZVOUS_PORT")
+# Variables that `mpirun` and `horovodrun` set to the same value in all processes of a job, and to a different value for
+# each job.
+JOB_ID_VARIABLES = ("PMIX_NAMESPACE", "HOROVOD_GLOO_RENDEZVOUS_PORT")
 
 
 def new_name(
     world: World = World(),  # noqa: B008 - frozen
     environment: Mapping[str, str] = os.environ,
 ) -> str:
-    """A name for a job that starts now; another job that starts in the same second gets another name.
+    """Returns a name for a job that starts now, unique even among the jobs that start in the same second.
 
     Args:
-        world: of this process; processes of one job that `mpirun` or a similar program has started get the same name.
-        environment: of this process.
+        world: the world of this process; all processes of a job that `mpirun` or a similar program has started get the
+            same name.
+        environment: the environment variables of this process.
     """
-    shared = [str(world.cluster()), *(environment.get(name, "") for name in ALIKE_IN_A_JOB)]
+    shared = [str(world.cluster()), *(environment.get(name, "") for name in JOB_ID_VARIABLES)]
     mark = secrets.token_bytes(16) if world.world_size == 1 else "\n".join(shared).encode()
     return f"{datetime.now(UTC):%Y%m%d-%H%M%S}-{hashlib.sha256(mark).hexdigest()[:8]}"
 
@@ -63,16 +64,16 @@ class Job:
     Attributes:
         command: the arguments of `python` in every process: `("-m", "module", ...)` or `("script.py", ...)`.
         workers: the number of processes that train.
-        ps: the number of parameter servers; if there are any, there is also a coordinating process, the chief.
+        ps: the number of parameter servers; with any, there is also a coordinating process, the chief.
         hosts: the host of each process, started over ssh in this order; if empty, all start on this machine.
-        ssh_options: options of `ssh` besides the host.
-        mpi: start the processes with `mpirun`, which the launcher then supervises.
-        restarts: how often the job is started again after a process failed.
+        ssh_options: further options of `ssh`.
+        mpi: start the processes with `mpirun`, which the launcher supervises.
+        restarts: how often the job may be started again after a process has failed.
         expose: do not isolate the job's network.
         start_seconds: how long the processes wait for each other at the start.
         log_dir: the folder for the output of each process.
-        verbose: show the output of all processes, not only of the chief.
-        name: the name of the job, the same in all processes and after a restart.
+        verbose: show the output of all processes, not only that of the chief.
+        name: the name of the job, which stays the same after a restart.
 
     Raises:
         UsageError: a number is out of range.
@@ -92,13 +93,13 @@ class Job:
     name: str = field(default_factory=new_name)
 
     def __post_init__(self) -> None:
-        for option, value, least in (
+        for option, value, minimum in (
             ("--workers", self.workers, 1),
             ("--ps", self.ps, 0),
             ("--restarts", self.restarts, 0),
         ):
-            if value < least:
-                raise UsageError(f"`{option}` is {value}", f"use {least} or more")
+            if value < minimum:
+                raise UsageError(f"`{option}` is {value}", f"use {minimum} or more")
         checked_seconds("--start-seconds", self.start_seconds)
         if self.mpi and self.ps:
             raise UsageError(f"`--ps` is {self.ps}, but MPI has no parameter servers", "leave `--ps` or `--mpi` out")
@@ -107,36 +108,36 @@ class Job:
 
     @property
     def roles(self) -> list[tuple[str, int]]:
-        """The role and the index in that role of each process that the launcher starts, by rank."""
+        """The role of each process that the launcher starts, and its index within the role, by rank."""
         if self.mpi:
             return [("mpirun", 0)]
         chief = [("chief", 0)] if self.ps else []
         return [*chief, *(("worker", i) for i in range(self.workers)), *(("ps", i) for i in range(self.ps))]
 
     def cluster(self, addresses: Sequence[str]) -> dict[str, list[str]]:
-        """The addresses of all ranks by role, as in TF_CONFIG."""
-        found: dict[str, list[str]] = {}
+        """Groups the addresses of all ranks by role, as in TF_CONFIG."""
+        cluster: dict[str, list[str]] = {}
         for (role, _), address in zip(self.roles, addresses, strict=True):
-            found.setdefault(role, []).append(address)
-        return found
+            cluster.setdefault(role, []).append(address)
+        return cluster
 
     def host(self, rank: int) -> str | None:
-        """The host of a rank; `None` is this machine."""
+        """Returns the host of a rank; `None` for this machine."""
         return self.hosts[rank % len(self.hosts)] if self.hosts and not self.mpi else None
 
     def ssh_arguments(self) -> list[str]:
-        """The arguments of `ssh` before the host: the user's keys and agent, no questions, and limited waits."""
+        """Returns the arguments of `ssh` before the host: no password prompts, and limited waiting times."""
         limits = {
             "ConnectTimeout": int(self.start_seconds) or 1,
-            "ServerAliveInterval": SECONDS_BETWEEN_ANSWERS,
-            "ServerAliveCountMax": ANSWERS_MISSED,
+            "ServerAliveInterval": PROBE_SECONDS,
+            "ServerAliveCountMax": MAX_UNANSWERED_PROBES,
         }
         # If an option is given twice, ssh uses the first.
         options = [part for name, value in limits.items() for part in ("-o", f"{name}={value}")]
         return ["-o", "BatchMode=yes", *self.ssh_options, *options]
 
     def argv(self) -> list[str]:
-        """The command that the launcher starts for each rank.
+        """Returns the command that the launcher starts for each rank.
 
         Raises:
             UsageError: `ssh` or Open MPI's `mpirun` is needed but not installed.
@@ -153,8 +154,8 @@ class Job:
         if self.hosts:
             slots = [f"{host}:{count}" for host, count in Counter(self.hosts).items()]
             options += ["--host", ",".join(slots), "--mca", "plm_rsh_args", shlex.join(self.ssh_arguments())]
-            # If a variable were not set, the other processes would stay on this machine.
-            names = [*TAKEN_ALONG, *(["PYTHONPATH"] if "PYTHONPATH" in os.environ else [])]
+            # If `-x` named an unset variable, `mpirun` would start all processes on this machine.
+            names = [*EXPORTED_VARIABLES, *(["PYTHONPATH"] if "PYTHONPATH" in os.environ else [])]
             options += [part for name in names for part in ("-x", name)]
         else:
             options.append("--oversubscribe")
@@ -168,28 +169,28 @@ def _require(program: str, hint: str) -> None:
 
 def _require_open_mpi() -> None:
     _require("mpirun", "install MPI; on Debian and Ubuntu with `apt-get install openmpi-bin`")
-    said = subprocess.run(["mpirun", "--version"], capture_output=True, text=True, check=False).stdout
-    if "Open MPI" not in said:
+    version = subprocess.run(["mpirun", "--version"], capture_output=True, text=True, check=False).stdout
+    if "Open MPI" not in version:
         raise UsageError(
-            f"`{shutil.which('mpirun')}` is `{said.strip().partition(chr(10))[0]}`, not Open MPI's",
-            "put Open MPI's first on the path; on Debian and Ubuntu use `update-alternatives --config mpirun`",
+            f"`{shutil.which('mpirun')}` is `{version.strip().partition(chr(10))[0]}`, not Open MPI's `mpirun`",
+            "put Open MPI's `mpirun` first on the path; on Debian and Ubuntu use `update-alternatives --config mpirun`",
         )
 
 
 def parse_hosts(text: str) -> tuple[str, ...]:
-    """The hosts of `a:2,b,[fd00::1]:2`, once per process: a, a, b, [fd00::1], [fd00::1].
+    """Returns the host of each process: for `a:2,b,[fd00::1]:2` a, a, b, [fd00::1], [fd00::1].
 
     Raises:
-        UsageError: a name that is not valid for a host, or a count that is not a number from 1.
+        UsageError: a host name is not valid, or a count is not a positive integer.
     """
     return tuple(host for item in text.split(",") if item.strip() for host in _counted(item.strip(), ":"))
 
 
 def read_hostfile(path: Path) -> tuple[str, ...]:
-    """The same for a file with one line `a slots=2` per host, as `mpirun` reads it; `#` begins a comment.
+    """Returns the host of each process from a file in the format of `mpirun`: lines `a slots=2` and `#` comments.
 
     Raises:
-        UsageError: the file cannot be read, or a line cannot be understood.
+        UsageError: the file cannot be read, or a line is not valid.
     """
     try:
         lines = [line.partition("#")[0].strip() for line in path.read_text().splitlines()]
@@ -199,17 +200,17 @@ def read_hostfile(path: Path) -> tuple[str, ...]:
 
 
 def _counted(text: str, separator: str) -> list[str]:
-    found = re.fullmatch(f"({HOST})(?:{separator}([0-9]{{1,6}}))?", text)
-    if found is None or (found[2] and int(found[2]) < 1) or not _is_host(found[1]):
+    match = re.fullmatch(f"({HOST})(?:{separator}([0-9]{{1,6}}))?", text)
+    if match is None or (match[2] and int(match[2]) < 1) or not _is_valid_host(match[1]):
         raise UsageError(
             f"`{text}` is not a host with its number of processes",
-            f"write it as `name{separator}2`, or `name` for one, and an IPv6 address as `[fd00::1]{separator}2`; "
-            "to set the user, use `--ssh-options`",
+            f"write it as `name{separator}2`, or `name` for a single process, and an IPv6 address as "
+            f"`[fd00::1]{separator}2`; to set the user, use `--ssh-options`",
         )
-    return [found[1]] * int(found[2] or 1)
+    return [match[1]] * int(match[2] or 1)
 
 
-def _is_host(text: str) -> bool:
+def _is_valid_host(text: str) -> bool:
     if not text.startswith("["):
         return True
     try:

@@ -11,19 +11,19 @@ SECONDS_TO_END = 5.0
 
 
 def wait(child: subprocess.Popen[bytes], seconds: float) -> int | None:
-    """Waits for a child's end, and ends it where its time is over; what it leaves of its group is killed in any case.
+    """Waits for a child to end, terminates it after `seconds`, and always kills the rest of its process group.
 
     Args:
         child: started with `start_new_session=True`.
-        seconds: its time.
+        seconds: the time limit.
 
     Returns:
-        Its exit code; `None` if it was ended.
+        The exit code of the child; `None` if it was terminated.
     """
     try:
         return child.wait(seconds)
     except subprocess.TimeoutExpired:
-        child.terminate()  # a launcher then ends its processes
+        child.terminate()  # so that a launcher can end its processes
         with contextlib.suppress(subprocess.TimeoutExpired):
             child.wait(SECONDS_TO_END)
         return None
@@ -32,7 +32,7 @@ def wait(child: subprocess.Popen[bytes], seconds: float) -> int | None:
 
 
 def kill(child: subprocess.Popen[bytes]) -> None:
-    """Kills a child with its group, if it is there."""
+    """Kills a child and its process group, if they still run."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(child.pid, signal.SIGKILL)
     child.wait()

@@ -1,13 +1,13 @@
-"""A process of the job as the launcher sees it: its address, its log, what it says, and how it ended.
+"""A process of the job as the launcher sees it: its address, log, output, and exit code.
 
-What a process says is shown without the lines of TensorFlow's C++ code, and its failure as a whole. TensorFlow writes
-such lines whatever its log level says, the addresses and devices of a job among them. The logs of the processes keep
-all of it.
+TensorFlow's C++ code writes log lines, with addresses and devices of the job among them, whatever its log level is. The
+launcher hides such lines unless something is wrong, and shows the message of a failure completely. The log of the
+process has everything.
 
 Synopsis:
 
-    >>> shown = WithoutNoise()
-    >>> shown.rest_of(b"loss 0.5\\nI0000 00:00:17.2 11 port.cc:153] oneDNN is on") + shown.rest_of(b".\\nloss 0.4")
+    >>> noise = NoiseFilter()
+    >>> noise.filter(b"loss 0.5\\nI0000 00:00:17.2 11 port.cc:153] oneDNN is on") + noise.filter(b".\\nloss 0.4")
     b'loss 0.5\\nloss 0.4'
     >>> failure(["Epoch 1", "Traceback (most recent call last):", '  File "a.py", line 1', "ValueError: no"])
     'Traceback (most recent call last):\\n  File "a.py", line 1\\nValueError: no'
@@ -22,75 +22,73 @@ from dataclasses import dataclass
 
 from tfdist.launcher.output import Output
 
-# How lines begin that TensorFlow writes when nothing is wrong.
-_LITERAL = (
+# The beginnings of lines that TensorFlow writes when nothing is wrong.
+_NOISE_PREFIXES = (
     b"WARNING: All log messages before absl::InitializeLog() is called",
     b"To enable the following instructions:",
     b"/job:",
 )
-_NUMBERED = re.compile(rb"I\d{4} \d\d:\d\d:[\d.]+ +\d+ \S+:\d+\] ")
-_BEGUN_NUMBERED = re.compile(rb"I\d{0,4}|I\d{4} [\d:. ]*|I\d{4} [\d:.]+ +\d+ \S*")
+_NOISE_LINE = re.compile(rb"I\d{4} \d\d:\d\d:[\d.]+ +\d+ \S+:\d+\] ")
+_START_OF_NOISE_LINE = re.compile(rb"I\d{0,4}|I\d{4} [\d:. ]*|I\d{4} [\d:.]+ +\d+ \S*")
 LAST_LINES = 20
-# How the message of a failure begins.
+LAST_BYTES = 1 << 16
+# The beginnings of failure messages.
 _FAILURES = ("Traceback (most recent call last)", "error: ", "Error: ", "Fatal Python error")
 
 
-class WithoutNoise:
-    """A stream of output in parts, less the lines that TensorFlow's C++ code writes when nothing is wrong."""
+class NoiseFilter:
+    """Removes from a stream of output the lines that TensorFlow's C++ code writes when nothing is wrong."""
 
     def __init__(self) -> None:
-        self._begun = b""  # of a line that may become one of these
-        self._inside = False  # a line of which a part has been shown
+        self._pending = b""  # the beginning of a line that may turn out to be noise
+        self._inside_line = False  # the beginning of the current line has been returned
 
-    def rest_of(self, part: bytes) -> bytes:
-        """What is to be shown now."""
-        *lines, self._begun = (self._begun + part).split(b"\n")
+    def filter(self, chunk: bytes) -> bytes:
+        """Takes the next chunk, and returns the output that can be shown now."""
+        *lines, self._pending = (self._pending + chunk).split(b"\n")
         shown = []
         for line in lines:
-            if self._inside or not _is_noise(line):
+            if self._inside_line or not _is_noise(line):
                 shown.append(line + b"\n")
-            self._inside = False
-        if self._begun and (self._inside or not _may_be_noise(self._begun)):
-            shown.append(self._begun)
-            self._begun, self._inside = b"", True
+            self._inside_line = False
+        if self._pending and (self._inside_line or not _may_be_noise(self._pending)):
+            shown.append(self._pending)
+            self._pending, self._inside_line = b"", True
         return b"".join(shown)
 
     def end(self) -> bytes:
-        """What was kept back for a line that has never ended."""
-        begun, self._begun = self._begun, b""
-        return b"" if _is_noise(begun) else begun
+        """Returns the beginning of an unfinished line that was held back."""
+        pending, self._pending = self._pending, b""
+        return b"" if _is_noise(pending) else pending
 
 
 def failure(lines: Sequence[str]) -> str:
-    """The message that a process ended with: from its beginning if that is found, and at least the last lines."""
+    """Returns the message that a process ended with, from its beginning if recognized, and at least the last lines."""
     lines = [line.rstrip() for line in lines if line.strip() and not _is_noise(line.encode())]
-    begins = [number for number, line in enumerate(lines) if line.startswith(_FAILURES)]
-    first = begins.pop() if begins else len(lines)
-    # An exception that was raised while another one was handled, and the command's last word on one.
-    while begins and (
+    starts = [number for number, line in enumerate(lines) if line.startswith(_FAILURES)]
+    first = starts.pop() if starts else len(lines)
+    # Goes back to the first exception of a chain, also from the command's final line about an unexpected exception.
+    while starts and (
         lines[first].startswith("error: unexpected")
-        or any("above exception" in line for line in lines[begins[-1] : first])
+        or any("above exception" in line for line in lines[starts[-1] : first])
     ):
-        first = begins.pop()
+        first = starts.pop()
     return "\n".join(lines[max(0, min(first, len(lines) - LAST_LINES)) :])
 
 
 def _is_noise(line: bytes) -> bool:
-    return line.startswith(_LITERAL) or _NUMBERED.match(line) is not None
+    return line.startswith(_NOISE_PREFIXES) or _NOISE_LINE.match(line) is not None
 
 
-def _may_be_noise(begun: bytes) -> bool:
-    if _is_noise(begun) or _BEGUN_NUMBERED.fullmatch(begun):
+def _may_be_noise(start: bytes) -> bool:
+    if _is_noise(start) or _START_OF_NOISE_LINE.fullmatch(start):
         return True
-    return any(literal.startswith(begun) for literal in _LITERAL)
-
-
-LAST_BYTES = 1 << 16
+    return any(prefix.startswith(start) for prefix in _NOISE_PREFIXES)
 
 
 @dataclass(eq=False)
 class Process:
-    """One process of the job."""
+    """A process of the job."""
 
     rank: int
     role: str
@@ -99,27 +97,27 @@ class Process:
     log: Output
     port: int = 0
     starts: int = 1
-    returncode: int | None = None  # 128 and its number for a signal
-    last: bytes = b""  # of what it has said
+    returncode: int | None = None  # for a signal, 128 plus its number
+    last_output: bytes = b""
 
     @property
     def name(self) -> str:
-        """Such as `worker 1`."""
+        """The role and the index, such as `worker 1`."""
         return f"{self.role} {self.index}"
 
     @property
     def address(self) -> str:
-        """Where the others of the job reach it."""
+        """The address at which the other processes reach it."""
         return f"{self.host or 'localhost'}:{self.port}"
 
-    async def keep(self, said: bytes) -> None:
-        """Keeps what the process says, in its log too."""
-        self.last = (self.last + said)[-LAST_BYTES:]
-        await self.log.write(said)
+    async def keep(self, output: bytes) -> None:
+        """Writes output of the process to its log, and keeps the end of it in memory."""
+        self.last_output = (self.last_output + output)[-LAST_BYTES:]
+        await self.log.write(output)
 
     def last_lines(self) -> str:
-        """The end of what the process has said."""
-        return failure(self.last.decode(errors="replace").splitlines()) or "(it said nothing)"
+        """The end of the output of the process."""
+        return failure(self.last_output.decode(errors="replace").splitlines()) or "(no output)"
 
     def how_it_ended(self) -> str:
         """How the process ended, as the end of a sentence."""
@@ -130,37 +128,37 @@ class Process:
 
 
 class Stream:
-    """One of the two streams of a process: it is kept, and shown as it comes, or by prefixed lines.
+    """The output or the errors of a process: logged, and shown as written or as lines with a prefix.
 
     Args:
         process: the process.
-        out: where it is shown; `None` is nowhere.
-        by_line: show whole lines, with the name of the process before each.
-        all_of_it: show what TensorFlow's C++ code writes when nothing is wrong too.
+        out: the output to show the stream on; `None` hides it.
+        by_line: show whole lines, each with the name of the process before it, except for rank 0.
+        unfiltered: also show the lines of TensorFlow's C++ code that `NoiseFilter` removes.
     """
 
-    def __init__(self, process: Process, out: Output | None, by_line: bool, all_of_it: bool):
+    def __init__(self, process: Process, out: Output | None, by_line: bool, unfiltered: bool):
         self._process = process
         self._out = out
         self._by_line = by_line
-        self._noise = None if all_of_it else WithoutNoise()
+        self._filter = None if unfiltered else NoiseFilter()
         self._prefix = f"[{process.name}] ".encode() if by_line and process.rank else b""
-        self._begun = b""  # of a line
+        self._pending = b""  # the beginning of a line
 
-    async def take(self, part: bytes) -> None:
-        """Keeps and shows what has come."""
-        await self._process.keep(part)
-        if self._noise is not None:
-            part = self._noise.rest_of(part)
+    async def write(self, chunk: bytes) -> None:
+        """Logs and shows a chunk of output."""
+        await self._process.keep(chunk)
+        if self._filter is not None:
+            chunk = self._filter.filter(chunk)
         if self._by_line:
-            *lines, self._begun = (self._begun + part).split(b"\n")
-            part = b"".join(self._prefix + line + b"\n" for line in lines)
+            *lines, self._pending = (self._pending + chunk).split(b"\n")
+            chunk = b"".join(self._prefix + line + b"\n" for line in lines)
         if self._out is not None:
-            await self._out.write(part)
+            await self._out.write(chunk)
 
     async def end(self) -> None:
-        """Shows what was kept back of a line that has never ended."""
-        rest = self._begun + (self._noise.end() if self._noise is not None else b"")
-        self._begun = b""
-        if rest and self._out is not None:
-            await self._out.write(self._prefix + rest + b"\n" if self._by_line else rest)
+        """Shows the beginning of an unfinished line that was held back."""
+        pending = self._pending + (self._filter.end() if self._filter is not None else b"")
+        self._pending = b""
+        if pending and self._out is not None:
+            await self._out.write(self._prefix + pending + b"\n" if self._by_line else pending)

@@ -1,7 +1,7 @@
-"""Runs a job: starts its processes, shows what they say, and ends all of them when one fails.
+"""Runs a job: starts its processes, shows their output, and ends all of them when one fails.
 
-TensorFlow's servers listen on every interface, without authentication. So a job on one machine runs in a network
-namespace, which has a loopback interface and nothing else: only processes in it can connect. Source:
+TensorFlow's servers listen on every interface, without authentication. Therefore a job on one machine runs in a network
+namespace with nothing but a loopback interface, to which only the job's own processes can connect. Sources:
 network_namespaces(7), user_namespaces(7).
 """
 
@@ -27,34 +27,45 @@ from rich.text import Text
 
 from tfdist.errors import EXIT_CLUSTER, EXIT_INTERRUPTED, EXIT_RESHAPED, EXIT_USAGE, ClusterError, UsageError
 from tfdist.jobs import elastic, job_environment, ports
-from tfdist.launcher import agent, descriptors
-from tfdist.launcher.host import DESCRIPTORS_OF_A_HOST, Host
+from tfdist.launcher import agent, resources
+from tfdist.launcher.host import FILES_PER_HOST, Host
 from tfdist.launcher.job import Job
 from tfdist.launcher.output import Output, Screen
 from tfdist.launcher.process import Process, Stream
 
 # Open MPI's default of `odls_base_sigkill_timeout`.
 SECONDS_TO_END_OF_MPIRUN = 1.0
+# How long processes have to end after a signal from the user.
+SECONDS_AFTER_SIGNAL = 4.0
+# A process that reports a lost peer may be seen before the peer's own end.
+SECONDS_FOR_CAUSE = 5.0
+# With parameter servers, a job continues without a failed worker, which is started again up to this many starts.
+MAX_WORKER_STARTS = 4
+SECONDS_BETWEEN_POLLS = 1.0
+FORWARDED_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+# The exit codes after which a job is not started again.
+FINAL_CODES = (0, EXIT_USAGE, EXIT_INTERRUPTED, 128 + signal.SIGTERM, 128 + signal.SIGHUP)
 
 
 def has_terminal(process: Process) -> bool:
-    """Whether the process writes to a terminal: a progress bar moves on a terminal alone."""
+    """Whether the process writes to a terminal, which it needs to show a moving progress bar."""
     return process.rank == 0 and sys.stdout is not None and sys.stdout.isatty()
 
 
-def of_host(
+def job_of_host(
     job: Job, processes: Sequence[Process], cluster: str | None, environment: Mapping[str, str]
 ) -> dict[str, Any]:
-    """The part of a job that one host runs.
+    """Returns the part of a job that one host runs, as its agent expects it.
 
     Args:
         job: the job.
-        processes: of this host, by their number there.
-        cluster: the addresses of all processes by role, as JSON; `None` if the processes need none.
+        processes: the processes of this host, by their number on the host.
+        cluster: the addresses of all processes by role, as JSON; `None` if the processes need no addresses.
         environment: the variables of all processes.
     """
     training = [process for process in processes if process.role == "worker"]
-    share = {process: [number, len(training)] for number, process in enumerate(training)}
+    shares = {process: [number, len(training)] for number, process in enumerate(training)}
     return {
         "argv": job.argv(),
         "cwd": os.getcwd(),
@@ -65,17 +76,24 @@ def of_host(
             {
                 "role": process.role,
                 "index": process.index,
-                "share": share.get(process),
-                "output": agent.TERMINAL if has_terminal(process) else agent.TOGETHER if process.rank else agent.APART,
+                "share": shares.get(process),
+                "output": agent.TERMINAL if has_terminal(process) else agent.MERGED if process.rank else agent.SEPARATE,
             }
             for process in processes
         ],
     }
 
 
-def environment_of(job: Job, restart: int, elastic: bool, closed: bool) -> dict[str, str]:
-    """The variables of all processes of a job that was restarted so often; `closed`: it has a network of its own."""
-    known = {
+def environment_of(job: Job, restart: int, is_elastic: bool, isolated: bool) -> dict[str, str]:
+    """Returns the environment variables that all processes of a job get.
+
+    Args:
+        job: the job.
+        restart: how often the job was started before.
+        is_elastic: whether its hosts may change.
+        isolated: whether it runs in a network namespace.
+    """
+    variables = {
         ports.SHARE: "1",
         "PYTHONUNBUFFERED": "1",
         job_environment.JOB: job.name,
@@ -84,13 +102,13 @@ def environment_of(job: Job, restart: int, elastic: bool, closed: bool) -> dict[
         job_environment.START_SECONDS: f"{job.start_seconds:g}",
         job_environment.END_SECONDS: f"{SECONDS_TO_END_OF_MPIRUN if job.mpi else agent.SECONDS_TO_END:g}",
     }
-    if job.mpi:  # which has its own way to tell its processes who they are
-        known[job_environment.SHARE_CORES] = "1"
-    if elastic:
-        known[job_environment.ELASTIC] = "1"
-    if closed:
-        known[job_environment.OWN_NETWORK] = "1"
-    return known
+    if job.mpi:  # the launcher starts only `mpirun`, so each process has to take its share of the cores itself
+        variables[job_environment.SHARE_CORES] = "1"
+    if is_elastic:
+        variables[job_environment.ELASTIC] = "1"
+    if isolated:
+        variables[job_environment.OWN_NETWORK] = "1"
+    return variables
 
 
 _CLONE_NEWUSER, _CLONE_NEWNET = 0x10000000, 0x40000000
@@ -102,7 +120,7 @@ def isolate() -> bool:
     """Moves this process, and the processes that it starts later, into a new network namespace.
 
     Returns:
-        Whether the system allowed it. If it did not, nothing has changed.
+        Whether the system allowed it. If not, nothing has changed.
     """
     user, group = os.geteuid(), os.getegid()
     if not _unshare(_CLONE_NEWNET):
@@ -121,79 +139,70 @@ def _unshare(flags: int) -> bool:
     return ctypes.CDLL(None, use_errno=True).unshare(flags) == 0
 
 
-# After a signal from the user, before the processes are ended.
-SECONDS_AFTER_SIGNAL = 4.0
-# A process that says that another one is gone can be seen before that one.
-SECONDS_FOR_THE_CAUSE = 5.0
-# With parameter servers a job goes on without a worker, which comes back so often.
-STARTS_OF_A_WORKER = 4
-SECONDS_BETWEEN_LOOKS = 1.0
-PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
-ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-
-
 def run(wanted: Job) -> int:
-    """Runs a job, again after a failure if it says so, and returns its exit code.
+    """Runs a job, starts it again after a failure as often as it allows, and returns its exit code.
 
-    0 if all processes end with 0; else the exit code of the one that failed first, 128 and a signal's number if a
-    signal ended it; 130 after Ctrl-C.
+    The exit code is 0 if all processes end with 0. Otherwise it is that of the process that failed first, where a
+    signal counts as 128 plus its number. After Ctrl-C it is 130.
 
     Raises:
         ClusterError: a process did not start.
         UsageError: the logs cannot be written.
     """
-    closed = not wanted.hosts and not wanted.expose and isolate()
-    wanted.argv()  # whatever is missing is said before anything starts
+    isolated = not wanted.hosts and not wanted.expose and isolate()
+    wanted.argv()  # reports a missing program before anything starts
     with Screen(wanted.log_dir) as screen:
         for restart in range(wanted.restarts + 1):
-            code = asyncio.run(OneStart(wanted, restart, screen, closed).to_its_end())
-            if code in (0, EXIT_USAGE, EXIT_INTERRUPTED, 128 + signal.SIGTERM, 128 + signal.SIGHUP):
+            code = asyncio.run(Attempt(wanted, restart, screen, isolated).run())
+            if code in FINAL_CODES:
                 break
             if restart < wanted.restarts:
                 screen.console.print(f"Starting the job again, {restart + 1} of {wanted.restarts}.")
     return code
 
 
-class OneStart:
+class Attempt:
     """One start of a job.
 
     Args:
         wanted: the job.
-        restart: how often it was started before.
-        screen: what the processes say, and what is said about them, goes there.
-        closed: it has a network of its own.
-        leave: asked now and then whether the processes shall leave at their next checkpoint, in an elastic job.
+        restart: how often the job was started before.
+        screen: shows the output of the processes and messages about them.
+        isolated: whether the job runs in a network namespace.
+        should_stop: for an elastic job; polled to find out whether all processes should stop at their next checkpoint.
 
     Attributes:
-        culprits: the ranks that are to blame for its end.
+        culprits: the ranks that caused a failure.
     """
 
     def __init__(
-        self, wanted: Job, restart: int, screen: Screen, closed: bool, leave: Callable[[], bool] | None = None
+        self, wanted: Job, restart: int, screen: Screen, isolated: bool, should_stop: Callable[[], bool] | None = None
     ):
         self.job = wanted
         self.restart = restart
         self.screen = screen
         self.console = screen.console
-        self.closed = closed
-        self.leave = leave
+        self.isolated = isolated
+        self.should_stop = should_stop
         self.culprits: list[int] = []
         self.processes: list[Process] = []
         self.hosts: list[Host] = []
-        self.events: asyncio.Queue[Process | int] = asyncio.Queue()  # what has ended, and signals from the user
+        self.events: asyncio.Queue[Process | int] = asyncio.Queue()  # ended processes, and signals from the user
         self._logs: list[Output] = []
 
-    async def to_its_end(self) -> int:
-        """Starts all, waits, and ends whatever is left."""
+    async def run(self) -> int:
+        """Starts all processes, waits for their end or a failure, ends those that remain; returns the exit code."""
         loop = asyncio.get_running_loop()
-        for number in PASSED_ON:
+        for number in FORWARDED_SIGNALS:
             loop.add_signal_handler(number, self.events.put_nowait, int(number))
         try:
             await self._start()
             return await self._wait()
         finally:
-            await self._end_all()
-            for number in PASSED_ON:
+            await asyncio.gather(*(host.end(agent.SECONDS_TO_END + 2.0) for host in self.hosts))
+            for log in self._logs:
+                log.end()
+            for number in FORWARDED_SIGNALS:
                 loop.remove_signal_handler(number)
 
     async def _start(self) -> None:
@@ -203,59 +212,61 @@ class OneStart:
             raise UsageError(
                 f"The logs cannot be written to `{self.job.log_dir}`: {error.strerror}", "choose another `--log-dir`"
             ) from error
-        self._describe()
-        await self._meet(self.hosts)
-        if not self.closed and not self.job.mpi:
-            self._say_what_is_open()
+        self._create_processes()
+        await self._connect(self.hosts)
+        if not self.isolated and not self.job.mpi:
+            self._print_open_ports()
         cluster = json.dumps(self.job.cluster([process.address for process in self.processes]))
-        environment = environment_of(self.job, self.restart, self.leave is not None, self.closed)
+        environment = environment_of(self.job, self.restart, self.should_stop is not None, self.isolated)
         for host in self.hosts:
-            host.job = of_host(self.job, host.processes, None if self.job.mpi else cluster, environment)
+            host.job = job_of_host(self.job, host.processes, None if self.job.mpi else cluster, environment)
             host.start(host.processes)
 
-    def _describe(self) -> None:
-        """Makes the processes and the hosts, without starting anything."""
+    def _create_processes(self) -> None:
+        """Creates the objects of the processes and hosts, and the logs, without starting anything."""
         ranks_of: dict[str | None, list[int]] = {}
         for rank in range(len(self.job.roles)):
             ranks_of.setdefault(self.job.host(rank), []).append(rank)
         count = len(self.job.roles)
-        files = count + DESCRIPTORS_OF_A_HOST * len(ranks_of)  # a log for each process
-        where = f"{len(ranks_of)} hosts" if self.job.hosts else "this machine"
-        descriptors.require(files, f"The launcher of {count} processes on {where}")
+        files = count + FILES_PER_HOST * len(ranks_of)  # each process has a log
+        location = f"{len(ranks_of)} hosts" if self.job.hosts else "this machine"
+        resources.require_files(files, f"The launcher of {count} processes on {location}")
         for rank, (role, index) in enumerate(self.job.roles):
             log = self._open_log(f"{role} {index}")
             self.processes.append(Process(rank, role, index, self.job.host(rank), log))
         for name, ranks in ranks_of.items():
-            there = [self.processes[rank] for rank in ranks]
-            self.hosts.append(Host(name, there, [self._streams(each) for each in there], self.events.put_nowait))
+            processes = [self.processes[rank] for rank in ranks]
+            streams = [self._streams(process) for process in processes]
+            self.hosts.append(Host(name, processes, streams, self.events.put_nowait))
 
-    async def _meet(self, hosts: Sequence[Host]) -> None:
-        """Starts the agents of these hosts, and reads the ports of their processes."""
+    async def _connect(self, hosts: Sequence[Host]) -> None:
+        """Starts the agents of these hosts, and waits for the ports of their processes."""
         for host in hosts:
             await host.open(["ssh", *self.job.ssh_arguments()])
         deadline = asyncio.get_running_loop().time() + self.job.start_seconds
         for host in hosts:
             try:
-                await host.meet(self.job.start_seconds, deadline)
+                await host.connect(self.job.start_seconds, deadline)
             except ClusterError:
                 self.culprits = [process.rank for process in host.processes]
                 raise
 
-    def _say_what_is_open(self) -> None:
-        refused = "" if self.job.hosts or self.job.expose else "The system gives this job no network of its own. "
-        places = "; ".join(host.named_ports() for host in self.hosts)
+    def _print_open_ports(self) -> None:
+        reason = "" if self.job.hosts or self.job.expose else "The system does not allow a network namespace. "
+        places = "; ".join(host.listed_ports() for host in self.hosts)
         self.console.print(
-            f"{refused}While it runs, whoever reaches these ports can run code as you: {places}.", highlight=False
+            f"{reason}While the job runs, anyone who can reach these ports can run code as you: {places}.",
+            highlight=False,
         )
 
     def _open_log(self, name: str) -> Output:
         path = self.job.log_dir / f"{name.replace(' ', '-')}.log"
 
-        def tell(reason: str) -> None:
+        def report_loss(reason: str) -> None:
             self.console.print(f"Not all output of {name} can be kept in {path}: {reason}.", highlight=False)
 
         try:
-            self._logs.append(Output.to_file(path, "ab" if self.restart else "wb", tell))
+            self._logs.append(Output.to_file(path, "ab" if self.restart else "wb", report_loss))
         except OSError as error:
             raise UsageError(
                 f"The output of {name} cannot be written to `{path}`: {error.strerror}", "choose another `--log-dir`"
@@ -263,110 +274,105 @@ class OneStart:
         return self._logs[-1]
 
     def _streams(self, process: Process) -> tuple[Stream, Stream]:
-        """What the process writes, and its errors, where it has a stream of its own for them."""
+        """The output and the error stream of a process; the latter stays unused if its output is merged."""
         out = self.screen.out if process.rank == 0 or self.job.verbose else None
         err = self.screen.err if process.rank == 0 else out
-        # What several say is not to be mixed within a line; a progress bar is shown as it moves.
+        # Output of several processes must not be mixed within a line, but a progress bar is shown as it moves.
         by_line = self.job.verbose and not has_terminal(process)
         return Stream(process, out, by_line, self.job.verbose), Stream(process, err, by_line, self.job.verbose)
 
     async def _wait(self) -> int:
-        """Until all processes have ended, one has failed, or the user wants an end."""
-        left = set(self.processes)
-        watching = asyncio.create_task(self._watch())
+        """Waits until all processes have ended, one has failed, or the user has sent an ending signal."""
+        running = set(self.processes)
+        polling = asyncio.create_task(self._poll_should_stop())
         try:
-            while left:
-                events = await self._new_events()
+            while running:
+                events = await self._next_events()
                 for number in [event for event in events if isinstance(event, int)]:
-                    self._signal(number)
-                    if number in ENDING:
-                        await self._until_all_have_ended(SECONDS_AFTER_SIGNAL)
+                    for host in self.hosts:
+                        host.send({"signal": number})
+                    if number in ENDING_SIGNALS:
+                        await self._wait_for_all(SECONDS_AFTER_SIGNAL)
                         return EXIT_INTERRUPTED if number == signal.SIGINT else 128 + number
                 ended = [event for event in events if isinstance(event, Process)]
-                back = [process for process in ended if self._can_come_back(process)]
-                await self._start_again(back)
-                left = left.difference(ended).union(back)
+                restarted = [process for process in ended if self._may_restart(process)]
+                await self._restart(restarted)
+                running = running.difference(ended).union(restarted)
                 failed = [process for process in ended if process.returncode]
                 if failed and all(process.returncode == EXIT_RESHAPED for process in failed):
-                    await self._until_all_have_ended(SECONDS_FOR_THE_CAUSE)  # they have left too, and end now
+                    await self._wait_for_all(SECONDS_FOR_CAUSE)  # the others have stopped too, and are about to end
                     return EXIT_RESHAPED
                 if failed:
-                    return await self._failed(failed, left)
-                # Servers serve until the chief, whom they serve, has ended.
+                    return await self._report_failure(failed, running)
+                # Parameter servers do not end by themselves: the job ends with its chief.
                 if self.job.ps and self.processes[0].returncode == 0:
                     return 0
             return 0
         finally:
-            watching.cancel()
+            polling.cancel()
 
-    async def _new_events(self) -> list[Process | int]:
-        """The next event, and all that have come with it."""
+    async def _next_events(self) -> list[Process | int]:
+        """Waits for an event, and returns it with all further events that have arrived."""
         events = [await self.events.get()]
         while not self.events.empty():
             events.append(self.events.get_nowait())
         return events
 
-    async def _until(self, is_so: Callable[[], bool], seconds: float) -> None:
-        """Takes events until something is so, at most for some time."""
+    async def _wait_until(self, condition: Callable[[], bool], seconds: float) -> None:
+        """Consumes events until the condition holds, for at most `seconds`."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(seconds):
-                while not is_so():
+                while not condition():
                     await self.events.get()
 
-    async def _until_all_have_ended(self, seconds: float) -> None:
-        await self._until(lambda: all(process.returncode is not None for process in self.processes), seconds)
+    async def _wait_for_all(self, seconds: float) -> None:
+        await self._wait_until(lambda: all(process.returncode is not None for process in self.processes), seconds)
 
-    async def _watch(self) -> None:
-        """Tells the chief of an elastic job that all shall leave; again and again, as it may be starting still."""
-        while self.leave is not None:
-            await asyncio.sleep(SECONDS_BETWEEN_LOOKS)
-            if await asyncio.to_thread(self.leave):
-                self.hosts[0].tell({"signal": int(elastic.SIGNAL), "of": [0]})
+    async def _poll_should_stop(self) -> None:
+        """Signals the chief of an elastic job that all shall stop; repeatedly, since it may still be starting."""
+        while self.should_stop is not None:
+            await asyncio.sleep(SECONDS_BETWEEN_POLLS)
+            if await asyncio.to_thread(self.should_stop):
+                self.hosts[0].send({"signal": int(elastic.SIGNAL), "processes": [0]})
 
-    def _can_come_back(self, process: Process) -> bool:
-        told = process.returncode in (0, EXIT_USAGE, EXIT_CLUSTER)  # it would say the same again
-        return bool(self.job.ps) and process.role == "worker" and process.starts < STARTS_OF_A_WORKER and not told
+    def _may_restart(self, process: Process) -> bool:
+        if not self.job.ps or process.role != "worker" or process.starts >= MAX_WORKER_STARTS:
+            return False
+        # A usage or cluster error would occur again.
+        return process.returncode not in (0, EXIT_USAGE, EXIT_CLUSTER)
 
-    async def _start_again(self, processes: Collection[Process]) -> None:
-        """Starts processes in the place of those that have ended, with their addresses."""
+    async def _restart(self, processes: Collection[Process]) -> None:
+        """Starts ended processes again, at the same addresses."""
         for process in processes:
             self.console.print(f"{process.name} {process.how_it_ended()}; it is started again.")
             process.starts += 1
             process.returncode = None
         for host in self.hosts:
-            there = [process for process in host.processes if process in processes]
-            if there and not host.is_connected:
-                await self._meet([host])
-            host.start(there)
+            on_host = [process for process in host.processes if process in processes]
+            if on_host and not host.is_connected:
+                await self._connect([host])
+            host.start(on_host)
 
-    async def _failed(self, failed: list[Process], left: Collection[Process]) -> int:
-        """Shows what the process said that failed first, and returns its exit code."""
-        if all(process.returncode == EXIT_CLUSTER for process in failed) and left:
-            await self._until(lambda: any(process.returncode is not None for process in left), SECONDS_FOR_THE_CAUSE)
-            failed += [process for process in left if process.returncode]
+    async def _report_failure(self, failed: list[Process], running: Collection[Process]) -> int:
+        """Shows the last output of the process that failed first, and returns its exit code."""
+        if all(process.returncode == EXIT_CLUSTER for process in failed) and running:
+            await self._wait_until(
+                lambda: any(process.returncode is not None for process in running), SECONDS_FOR_CAUSE
+            )
+            failed += [process for process in running if process.returncode]
         first = min(failed, key=lambda process: process.returncode == EXIT_CLUSTER)
-        # Where all others say that one is gone or silent, it is the one that says nothing.
+        # If all others report a lost or silent peer, the culprit is the process that does not report anything.
         silent = [process for process in self.processes if process.returncode is None]
-        told = first.returncode == EXIT_CLUSTER
-        self.culprits = [process.rank for process in (silent if told and silent else self._lost_with(first))]
-        self.screen.out.drain()  # what it said comes before what is said about it
+        if first.returncode == EXIT_CLUSTER and silent:
+            culprits: Sequence[Process] = silent
+        else:
+            host = next(host for host in self.hosts if first in host.processes)
+            culprits = [first] if host.is_connected else host.processes  # all of them if the connection has broken
+        self.culprits = [process.rank for process in culprits]
+        self.screen.out.drain()  # the output of the process comes before the message about it
         title = f"{first.name} {first.how_it_ended()}; its last lines"
-        # What a program prints is text: it must not be taken for markup.
+        # `Text`, because the output of a program must not be interpreted as markup.
         self.console.print(Panel(Text(first.last_lines()), title=title, title_align="left"), soft_wrap=False)
         self.console.print(f"All output: {self.job.log_dir}", highlight=False)
         assert first.returncode
         return first.returncode
-
-    def _lost_with(self, process: Process) -> Sequence[Process]:
-        """The processes that are lost with this one: all of its host if the connection to that has broken."""
-        host = next(host for host in self.hosts if process in host.processes)
-        return [process] if host.is_connected else host.processes
-
-    def _signal(self, number: int) -> None:
-        for host in self.hosts:
-            host.tell({"signal": number})
-
-    async def _end_all(self) -> None:
-        await asyncio.gather(*(host.end(agent.SECONDS_TO_END + 2.0) for host in self.hosts))
-        for log in self._logs:
-            log.end()

@@ -1,4 +1,4 @@
-"""Runs the user's program as `python` does; prints an error of tfdist as one sentence, and exits with its code.
+"""Runs the user's program as `python` does, but prints a tfdist error as one sentence and exits with its code.
 
 `python -m tfdist.launcher.script script.py ARGS`, or `... -m module ARGS`.
 """
@@ -14,15 +14,16 @@ from tfdist import startup
 from tfdist.errors import TfdistError
 from tfdist.jobs import elastic, job_environment, process_exit
 from tfdist.jobs.world import World
-from tfdist.launcher import shares
+from tfdist.launcher import resources
 
 
 def main(arguments: list[str]) -> None:
     """Runs `arguments` as `python` would."""
     if job_environment.SHARE_CORES in os.environ:
         world = World.detect(os.environ)
-        mine = shares.part_for(sorted(os.sched_getaffinity(0)), world.local_rank, world.local_world_size)
-        os.sched_setaffinity(0, mine or os.sched_getaffinity(0))
+        all_cores = os.sched_getaffinity(0)
+        cores = resources.share_of(sorted(all_cores), world.local_rank, world.local_world_size)
+        os.sched_setaffinity(0, cores or all_cores)
     if job_environment.ELASTIC in os.environ:
         elastic.listen()
     startup.prepare_imports()

@@ -1,7 +1,7 @@
-"""Training on more workers than there are, in one process: real models, gradients and data, simulated time.
+"""Training on many simulated workers in one process: real models, gradients and data, but simulated time.
 
-clock          events in the order of simulated time
-replicas       the weights and optimizer of each worker, and its real steps
-algorithms     who exchanges what, and who waits for whom
-study          one run: what was reached, when, and what it took
+replicas       the real training steps of the workers
+algorithms     who exchanges what with whom, who waits, and a clock with events in the order of simulated time
+simulation     a run: its settings, and the results of its epochs
+matrix         a study: all algorithms, numbers of workers and seeds of a file, and its table
 """

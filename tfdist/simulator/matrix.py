@@ -1,4 +1,4 @@
-"""A study of algorithms on simulated workers: every algorithm, number of workers and seed of a file, and its table.
+"""A study on simulated workers: all algorithms, numbers of workers and seeds of a TOML file, and its table.
 
     workers = [4, 24]
     seeds = 3
@@ -15,7 +15,7 @@
     probability = 0.1
     published = 0.4475
 
-`published` is a number to show beside the accuracies. Runs that are in the folder of results already are not repeated.
+`published` is an accuracy to show next to the measured ones. Runs whose results exist are not repeated.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from tfdist import files, registry
 from tfdist.errors import UsageError
 
-Whole = Annotated[int, Field(ge=1)]
-# As in `tfdist.simulator.study`, which imports TensorFlow.
+PositiveInt = Annotated[int, Field(ge=1)]
+# `NAMES` of `tfdist.simulator.simulation`, which imports TensorFlow.
 ALGORITHMS = (
     *("allreduce", "bsp", "asp", "ssp"),
     *("average", "slowmo", "diloco", "easgd"),
@@ -51,33 +51,33 @@ class _Part(BaseModel):
 
 
 class Case(_Part):
-    """A model and its data; `examples` are those of training that are used, all if `None`."""
+    """A model and its data; `examples` limits the training examples."""
 
     model: str
     dataset: str
     data_dir: Path | None = None
-    batch_size: Whole = 128
-    examples: Whole | None = None
-    epochs: Whole = 3
+    batch_size: PositiveInt = 128
+    examples: PositiveInt | None = None
+    epochs: PositiveInt = 3
     optimizer: str | None = None
     learning_rate: float | None = None
 
     @property
     def title(self) -> str:
-        """Such as `cnn on fashion_mnist`."""
+        """The model and the dataset, such as `cnn on fashion_mnist`."""
         return f"{self.model} on {self.dataset}"
 
 
 class Entry(_Part):
-    """An algorithm with its options, see `tfdist.simulator.study.Settings`.
+    """An algorithm with its options, see `tfdist.simulator.simulation.Settings`.
 
-    With `divide_rate` the learning rate is divided by the number of workers: a server that takes in each gradient as it
-    comes takes as many steps for a global batch.
+    `divide_rate` divides the learning rate by the number of workers, since an asynchronous server makes as many updates
+    per global batch.
     """
 
     algorithm: str
     label: str
-    sync_every: Whole | None = None
+    sync_every: PositiveInt | None = None
     slack: int | None = None
     topology: str | None = None
     probability: float | None = None
@@ -92,9 +92,8 @@ class Entry(_Part):
 
     @property
     def options(self) -> dict[str, Any]:
-        """Those of the algorithm that are set."""
-        own = self.model_dump(exclude={"algorithm", "label", "divide_rate", "published"})
-        return {name: value for name, value in own.items() if value is not None}
+        """The options of the algorithm that are set."""
+        return self.model_dump(exclude={"algorithm", "label", "divide_rate", "published"}, exclude_none=True)
 
 
 class Machine(_Part):
@@ -107,28 +106,29 @@ class Machine(_Part):
 
 
 class Study(Machine):
-    """What a file says."""
+    """The content of a file."""
 
     cases: list[Case] = Field(min_length=1)
     algorithms: list[Entry] = Field(min_length=1)
-    workers: list[Whole] = Field(min_length=1)
-    seeds: Whole = 1
+    workers: list[PositiveInt] = Field(min_length=1)
+    seeds: PositiveInt = 1
 
     @model_validator(mode="after")
     def _has_a_rate_to_divide(self) -> Study:
-        if any(one.divide_rate for one in self.algorithms) and any(one.learning_rate is None for one in self.cases):
+        divides = any(entry.divide_rate for entry in self.algorithms)
+        if divides and any(case.learning_rate is None for case in self.cases):
             raise ValueError("`divide_rate` needs a `learning_rate` in each case")
         return self
 
     @property
     def machine(self) -> Machine:
-        """The machine that all runs are on."""
+        """The simulated machine of all runs."""
         return Machine(**{name: getattr(self, name) for name in Machine.model_fields})
 
 
 @dataclass(frozen=True)
 class Run:
-    """One run of a study."""
+    """A run of a study."""
 
     machine: Machine
     case: Case
@@ -138,35 +138,35 @@ class Run:
 
     @property
     def key(self) -> str:
-        """What tells it from all others, however the file is changed."""
+        """Identifies the run by everything that influences its result."""
         entry = self.entry.model_dump_json(exclude={"label", "published"})
         return f"{self.machine.model_dump_json()} {self.case.model_dump_json()} {entry} {self.workers} {self.seed}"
 
 
 @dataclass
 class Results:
-    """The results of runs by their keys, kept in a file."""
+    """The results of runs by their keys, stored in a file."""
 
     path: Path
-    found: dict[str, dict[str, Any]] = field(default_factory=dict)
+    by_key: dict[str, dict[str, Any]] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, folder: Path) -> Results:
-        """Those in a folder."""
+    def load(cls, folder: Path) -> Results:
+        """Reads the results in a folder; there may be none."""
         path = folder / RESULTS
         return cls(path, json.loads(path.read_text(encoding="utf-8")) if path.exists() else {})
 
     def add(self, run: Run, last: Any) -> None:
-        """Keeps the state after the last epoch of `run`."""
-        self.found[run.key] = dataclasses.asdict(last)
-        files.write_text(self.path, json.dumps(self.found, indent=1) + "\n")
+        """Stores the result of the last epoch of `run`."""
+        self.by_key[run.key] = dataclasses.asdict(last)
+        files.write_text(self.path, json.dumps(self.by_key, indent=1) + "\n")
 
 
 def read(path: Path) -> Study:
-    """The study of a file.
+    """Reads a study from a file.
 
     Raises:
-        UsageError: it cannot be read, or says something that cannot be.
+        UsageError: the file cannot be read, or an entry is not valid.
     """
     try:
         return Study.model_validate(tomllib.loads(path.read_text(encoding="utf-8")))
@@ -174,64 +174,63 @@ def read(path: Path) -> Study:
         raise UsageError(f"The study `{path}` cannot be read: {error}", "see docs/simulator.md") from error
     except ValidationError as error:
         first = error.errors()[0]
-        where = ".".join(map(str, first["loc"]))
-        raise UsageError(f"`{where}` of the study `{path}`: {first['msg'].lower()}", "see docs/simulator.md") from error
+        entry = ".".join(map(str, first["loc"]))
+        raise UsageError(f"`{entry}` in the study `{path}`: {first['msg'].lower()}", "see docs/simulator.md") from error
 
 
 def runs(study: Study) -> Iterator[Run]:
-    """All runs; those that share a model, a seed and a number of workers follow each other."""
+    """Yields all runs; runs that share a case, a seed and a number of workers follow each other."""
     for case, seed, workers in itertools.product(study.cases, range(study.seeds), study.workers):
         for entry in study.algorithms:
             yield Run(study.machine, case, entry, workers, seed)
 
 
-def table(study: Study, found: Mapping[str, Mapping[str, Any]]) -> str:
-    """The accuracies in Markdown: the mean over the seeds, and half of their range."""
+def table(study: Study, results: Mapping[str, Mapping[str, Any]]) -> str:
+    """Returns the accuracies as a Markdown table: the mean over the seeds, and half of their range."""
     lines = []
     for case in study.cases:
         header = [case.title, *(f"{count} workers" for count in study.workers), "staleness", "MiB sent", "published"]
         lines += ["| " + " | ".join(header) + " |", "|" + "---|" * len(header)]
         for entry in study.algorithms:
-            cells = [_of_seeds(study, found, Run(study.machine, case, entry, count, 0)) for count in study.workers]
-            most = found.get(Run(study.machine, case, entry, study.workers[-1], 0).key, {})
-            stale = most.get("staleness")
-            sent = f"{most['sent_bytes'] / 2**20:,.0f}" if most else ""
-            extra = ["" if stale is None else f"{stale:.1f}", sent]
-            published = "" if entry.published is None else f"{entry.published:g}"
-            lines.append("| " + " | ".join([entry.label, *cells, *extra, published]) + " |")
+            cells = [_mean_accuracy(study, results, case, entry, count) for count in study.workers]
+            largest = results.get(Run(study.machine, case, entry, study.workers[-1], 0).key, {})
+            staleness = largest.get("staleness")
+            cells.append("" if staleness is None else f"{staleness:.1f}")
+            cells.append(f"{largest['sent_bytes'] / 2**20:,.0f}" if largest else "")
+            cells.append("" if entry.published is None else f"{entry.published:g}")
+            lines.append("| " + " | ".join([entry.label, *cells]) + " |")
         lines.append("")
     return "\n".join(lines)
 
 
-def accuracies(study: Study, found: Mapping[str, Mapping[str, Any]], run: Run) -> list[float]:
-    """The test accuracies of a run with each seed, of those that are there."""
-    keys = [dataclasses.replace(run, seed=seed).key for seed in range(study.seeds)]
-    return [found[key]["metrics"]["accuracy"] for key in keys if key in found]
+def _accuracies(
+    study: Study, results: Mapping[str, Mapping[str, Any]], case: Case, entry: Entry, workers: int
+) -> list[float]:
+    """The test accuracies with all seeds whose results exist."""
+    keys = [Run(study.machine, case, entry, workers, seed).key for seed in range(study.seeds)]
+    return [results[key]["metrics"]["accuracy"] for key in keys if key in results]
 
 
-def _of_seeds(study: Study, found: Mapping[str, Mapping[str, Any]], run: Run) -> str:
-    values = accuracies(study, found, run)
+def _mean_accuracy(
+    study: Study, results: Mapping[str, Mapping[str, Any]], case: Case, entry: Entry, workers: int
+) -> str:
+    values = _accuracies(study, results, case, entry, workers)
     if not values:
         return ""
-    spread = (max(values) - min(values)) / 2
-    return f"{statistics.mean(values):.3f}" + (f" ± {spread:.3f}" if len(values) > 1 else "")
+    half_range = (max(values) - min(values)) / 2
+    return f"{statistics.mean(values):.3f}" + (f" ± {half_range:.3f}" if len(values) > 1 else "")
 
 
-def draw(study: Study, found: Mapping[str, Mapping[str, Any]], path: Path) -> None:
-    """Draws the mean accuracy by the number of workers, a panel for each case."""
+def draw(study: Study, results: Mapping[str, Mapping[str, Any]], path: Path) -> None:
+    """Draws the mean accuracy over the number of workers, with a panel for each case."""
     import altair
 
     points = [
-        {
-            "case": case.title,
-            "algorithm": entry.label,
-            "workers": count,
-            "test accuracy": statistics.mean(values),
-        }
+        {"case": case.title, "algorithm": entry.label, "workers": count, "test accuracy": statistics.mean(values)}
         for case in study.cases
         for entry in study.algorithms
         for count in study.workers
-        if (values := accuracies(study, found, Run(study.machine, case, entry, count, 0)))
+        if (values := _accuracies(study, results, case, entry, count))
     ]
     labels = [entry.label for entry in study.algorithms]
     chart = (

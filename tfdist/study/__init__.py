@@ -1,16 +1,20 @@
-"""Comparisons of strategies: what is to be measured, the measuring, and what the runs say together.
+"""Comparisons of strategies: the plan of a study, its measurement, and its report.
 
     plan      the cells of a study: model, dataset, global batch size, strategy, workers
-    measure   runs each cell once a round, in processes of its own, the cells in turns
-    runs      what was measured, read from run folders
-    ratios    speed within rounds, with an interval
-    work      whether the runs of a case did equal work, and learnt
-    results   the figures of each cell, for a report
-    summary   what the runs say in words and numbers
+    measure   runs each cell once per round, in separate processes, with the cells taking turns
+    runs      the measured runs, read from run folders
+    ratios    speed ratios within rounds, with a confidence interval
+    work      whether the runs of a case did equal work, and whether they learned
+    results   the figures of each cell
+    verdicts  what bounds the training
+    summary   the results in sentences and tables
     text      the report in Markdown
     charts    the pictures
-    page      the report as a page
-    serve     shows the page at this machine's own address
+    page      the report as an HTML page
+    serve     serves the page on this machine
+    prices    prices of machines
+    events    the runs as TensorBoard events
+    display   the progress of a measurement
 
 `tfdist.compare` and `tfdist.report` are the commands.
 """

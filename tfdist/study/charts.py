@@ -1,13 +1,12 @@
-"""The pictures of a report, as specifications of Vega-Lite, which Altair checks.
+"""The pictures of a report, as Vega-Lite specifications, which Altair validates.
 
-A strategy has a colour and a shape, a number of workers a dash, so that pictures can be read without colours. All
-pictures have the parameter `hidden`: names of cells that are not drawn. Colours are those that `configuration` is
-given, so that a page can say them in its style sheet, for light, dark and print.
+Each strategy has a colour and a shape, and each number of workers a dash pattern, so pictures can be read without
+colours. All pictures have the parameter `hidden`, the names of cells that are not drawn. `configuration` sets the
+colours, so a page can define them in its style sheet, for light and dark screens and for print.
 """
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -17,7 +16,7 @@ import altair as alt
 from tfdist.study import summary
 from tfdist.study.plan import Case
 from tfdist.study.results import Comparison, Row
-from tfdist.study.runs import Run
+from tfdist.study.runs import Run, median
 
 Values = list[dict[str, Any]]
 
@@ -25,7 +24,7 @@ Values = list[dict[str, Any]]
 SERIES = ("#1b1b1b", "#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")
 SHAPES = ("circle", "square", "triangle-up", "diamond", "cross", "triangle-down", "triangle-right", "triangle-left")
 DASHES = ((1, 0), (6, 3), (2, 2), (9, 3, 2, 3), (12, 4), (4, 1, 1, 1))
-# From dark to light, so that neighbours differ in grey too.
+# From dark to light, so that neighbours also differ in grey.
 PARTS = ("#08306b", "#2a6ea6", "#6aa7d0", "#a9cfe6", "#dcebf5")
 LIGHT = {
     **{"ink": "#1f2328", "muted": "#656d76", "line": "#d8dee4", "paper": "#ffffff"},
@@ -38,7 +37,7 @@ DARK = {
     **{"series-0": "#f0f0f0", "series-1": "#4aa3df", "series-2": "#f07d2a", "series-3": "#20c09a"},
     **{f"part-{index}": color for index, color in enumerate(("#f1f7fc", "#a9cfe6", "#6aa7d0", "#2a6ea6", "#174a80"))},
 }
-LABEL_PIXELS = 150  # a longer name ends in an ellipsis
+LABEL_PIXELS = 150  # longer names end in an ellipsis
 FONT = "system-ui, -apple-system, 'Segoe UI', Roboto, 'Helvetica Neue', Arial, 'DejaVu Sans', sans-serif"
 
 _SHOWN = "indexof(hidden, datum.cell) < 0"
@@ -46,10 +45,10 @@ _WIDTH = alt.value("width")  # the right edge
 
 
 def configuration(colors: Mapping[str, str]) -> dict[str, Any]:
-    """How all pictures look.
+    """Returns the Vega-Lite configuration of all pictures.
 
     Args:
-        colors: by the names of `LIGHT`; a color of CSS, or a reference such as `var(--ink)`.
+        colors: CSS colors, or references such as `var(--ink)`, by the names in `LIGHT`.
     """
     ink, muted, line = colors["ink"], colors["muted"], colors["line"]
     axis = {"domainColor": line, "gridColor": line, "tickColor": line, "labelColor": muted, "titleColor": muted}
@@ -81,28 +80,28 @@ def configuration(colors: Mapping[str, str]) -> dict[str, Any]:
 
 
 class Palette:
-    """What the strategies of a report look like, the same in all of its pictures."""
+    """The appearance of the strategies, the same in all pictures of a report."""
 
     def __init__(self, comparisons: Iterable[Comparison]):
-        cells = [row.cell for one in comparisons for row in one.rows]
+        cells = [row.cell for comparison in comparisons for row in comparison.rows]
         self.labels = list(dict.fromkeys(cell.label for cell in cells))
         self.workers = sorted({cell.workers for cell in cells})
 
     def series(self, label: str) -> int:
-        """The number of a strategy's colour."""
+        """Returns the number of a strategy's colour."""
         return self.labels.index(label) % len(SERIES)
 
     def shape(self, label: str) -> str:
-        """The name of a strategy's shape."""
+        """Returns the name of a strategy's shape."""
         return SHAPES[self.labels.index(label) % len(SHAPES)]
 
     def dash(self, workers: int) -> tuple[int, ...]:
-        """The lengths of dashes and gaps for a number of workers."""
+        """Returns the lengths of dashes and gaps for a number of workers."""
         return DASHES[self.workers.index(workers) % len(DASHES)]
 
     @property
     def channels(self) -> dict[str, Any]:
-        """The encodings of colour and shape."""
+        """The Vega-Lite encodings of colour and shape."""
         return {
             "color": alt.Color("label:N", scale=alt.Scale(domain=self.labels), legend=None),
             "shape": alt.Shape("label:N", scale=alt.Scale(domain=self.labels), legend=None),
@@ -110,13 +109,13 @@ class Palette:
 
     @property
     def dashes(self) -> alt.StrokeDash:
-        """The encoding of dashes."""
+        """The Vega-Lite encoding of the dash pattern."""
         range_ = [list(self.dash(count)) for count in self.workers]
         return alt.StrokeDash("workers:O", scale=alt.Scale(domain=self.workers, range=range_), legend=None)
 
 
 def speed(comparison: Comparison, palette: Palette) -> alt.LayerChart | None:
-    """How many times as fast each cell is, with its interval; the fastest on top."""
+    """Draws how many times as fast as the base each cell is, with its interval, from the fastest to the slowest."""
     values = sorted(_speeds(comparison), key=lambda value: -value["times"])
     if len(values) < 2:
         return None
@@ -131,8 +130,8 @@ def speed(comparison: Comparison, palette: Palette) -> alt.LayerChart | None:
 
 
 def overview(comparisons: Sequence[Comparison], palette: Palette) -> alt.LayerChart | None:
-    """The same for several cases: a band for each, with a line for each of its cells."""
-    values = [{**value, "case": one.case.title} for one in comparisons for value in _speeds(one)]
+    """Draws the speed of the cells of several cases, with a band for each case."""
+    values = [{**value, "case": comparison.case.title} for comparison in comparisons for value in _speeds(comparison)]
     if not values:
         return None
     cases = list(dict.fromkeys(value["case"] for value in values))
@@ -140,9 +139,9 @@ def overview(comparisons: Sequence[Comparison], palette: Palette) -> alt.LayerCh
     scale = alt.Scale(paddingInner=0.3, paddingOuter=0.3)
     y = alt.Y("case:N", sort=cases, axis=None, scale=scale)
     title = alt.Y("case:N", sort=cases, axis=None, scale=scale, bandPosition=0)
-    once = alt.Chart().transform_aggregate(groupby=["case"])
+    by_case = alt.Chart().transform_aggregate(groupby=["case"])
     layers = [
-        once.mark_text(align="left", dy=-8, limit=2 * LABEL_PIXELS).encode(y=title, x=alt.value(0), text="case:N"),
+        by_case.mark_text(align="left", dy=-8, limit=2 * LABEL_PIXELS).encode(y=title, x=alt.value(0), text="case:N"),
         *_intervals(y, palette, "times as fast"),
     ]
     for layer in layers[2:]:  # not the line at 1
@@ -151,7 +150,7 @@ def overview(comparisons: Sequence[Comparison], palette: Palette) -> alt.LayerCh
 
 
 def _speeds(comparison: Comparison) -> Values:
-    found = []
+    values = []
     for row in comparison.rows:
         ratio = row.speed
         if ratio is None and not row.is_base:
@@ -160,12 +159,12 @@ def _speeds(comparison: Comparison) -> Values:
         if ratio is not None:
             value |= {"times": ratio.median, "low": ratio.low or ratio.median, "high": ratio.high or ratio.median}
             value |= {"text": ratio.text}
-        found.append(_rounded(value))
-    return found
+        values.append(_rounded(value))
+    return values
 
 
 def _intervals(y: alt.Y, palette: Palette, title: str, **place: Any) -> list[alt.Chart]:
-    """The line at 1, the intervals, and the medians; those of unequal work are hollow."""
+    """The line at 1, the intervals, and the medians, which are hollow for unequal work."""
     axis = alt.Axis(title=f"{title} (logarithmic)", format="~g", tickCount=6)
     scale = alt.Scale(type="log", nice=False, padding=24)
     x = alt.X("times:Q", scale=scale, axis=axis)
@@ -186,41 +185,39 @@ def _intervals(y: alt.Y, palette: Palette, title: str, **place: Any) -> list[alt
 
 
 def curves(comparison: Comparison) -> Values:
-    """By epoch of each cell: the medians, lowest and highest of its runs, and when the epoch ended."""
+    """Returns for each epoch of each cell when it ended, and the median, lowest and highest metrics of its runs."""
     values = []
     for row in comparison.rows:
         for number in range(1, max((len(run.epochs) for run in row.good), default=0) + 1):
             epochs = [run.epochs[number - 1] for run in row.good if len(run.epochs) >= number]
             value = _named(row) | {"workers": row.cell.workers, "epoch": number, "runs": len(epochs)}
-            value["seconds"] = _median(epoch.elapsed_seconds for epoch in epochs)
+            value["seconds"] = median(epoch.elapsed_seconds for epoch in epochs)
             for name, metric in (("accuracy", "val_accuracy"), ("loss", "loss")):
-                there = [found for epoch in epochs if (found := epoch.metrics.get(metric)) is not None]
-                if there:
-                    value |= {name: statistics.median(there), f"{name}_low": min(there), f"{name}_high": max(there)}
+                known = [metric_value for epoch in epochs if (metric_value := epoch.metrics.get(metric)) is not None]
+                if known:
+                    value |= {name: median(known), f"{name}_low": min(known), f"{name}_high": max(known)}
             values.append(_rounded(value))
     return values
 
 
 def curve(values: Values, metric: str, by: str, data: str, target: float | None, palette: Palette) -> alt.LayerChart:
-    """A metric over training, a line for each cell, with the lowest and the highest of its runs.
+    """Draws a metric over the training, a line per cell, with the lowest and the highest value of its runs.
 
     Args:
-        values: of `curves`.
-        metric: `accuracy`, of validation, or `loss`, of training.
-        by: `epoch`, or `seconds` from the first touch of data.
+        values: the result of `curves`.
+        metric: `accuracy` for the validation accuracy, or `loss` for the training loss.
+        by: `epoch`, or `seconds` from the first access to data.
         data: the name under which the page has `values`.
-        target: a line at this accuracy; `None` for none.
-        palette: of the report.
+        target: the accuracy at which to draw a line; `None` for no line.
+        palette: the palette of the report.
     """
-    titles = {"epoch": "epoch", "seconds": "seconds from the first touch of data"}
-    whole = max((value["epoch"] for value in values), default=1) <= 10
-    axis = alt.Axis(title=titles[by], **({"tickMinStep": 1, "format": "d"} if by == "epoch" and whole else {}))
+    titles = {"epoch": "epoch", "seconds": "seconds from the first access to data"}
+    few_epochs = max((value["epoch"] for value in values), default=1) <= 10
+    axis = alt.Axis(title=titles[by], **({"tickMinStep": 1, "format": "d"} if by == "epoch" and few_epochs else {}))
     x = alt.X(f"{by}:Q", axis=axis, scale=alt.Scale(zero=False, nice=False, padding=8))
-    place = {
-        "title": "validation accuracy" if metric == "accuracy" else "training loss",
-        "scale": alt.Scale(zero=False),
-    }
-    y = alt.Y(f"{metric}:Q", **place)
+    title = "validation accuracy" if metric == "accuracy" else "training loss"
+    y_axis = {"title": title, "scale": alt.Scale(zero=False)}
+    y = alt.Y(f"{metric}:Q", **y_axis)
     tooltip = _tooltip(("name", "strategy"), ("epoch", "epoch"), ("seconds", "seconds"), (metric, metric))
     tooltip += _tooltip(
         (f"{metric}_low", "lowest"), (f"{metric}_high", "highest"), ("runs", "runs"), ("notes", "marks")
@@ -228,7 +225,7 @@ def curve(values: Values, metric: str, by: str, data: str, target: float | None,
     base, channels = alt.Chart().encode(x=x), palette.channels
     layers = [
         base.mark_rule(opacity=0.45).encode(
-            y=alt.Y(f"{metric}_low:Q", **place), y2=f"{metric}_high:Q", color=channels["color"]
+            y=alt.Y(f"{metric}_low:Q", **y_axis), y2=f"{metric}_high:Q", color=channels["color"]
         ),
         base.mark_line().encode(y=y, detail="cell:N", strokeDash=palette.dashes, color=channels["color"]),
         base.mark_point(filled=True, opacity=1, size=45).encode(y=y, tooltip=tooltip, **channels),
@@ -242,17 +239,17 @@ def curve(values: Values, metric: str, by: str, data: str, target: float | None,
 
 
 def scaling(comparison: Comparison, palette: Palette) -> alt.LayerChart | None:
-    """Examples a second beside one worker's, over the number of workers, with the same global batch."""
+    """Draws examples per second relative to a single worker, with the same global batch, over the workers."""
     return _scaling([(row, row.strong_efficiency) for row in comparison.rows], palette)
 
 
 def weak_scaling(comparisons: Sequence[Comparison], palette: Palette) -> dict[Case, alt.LayerChart]:
-    """The same with a global batch that grows with the workers: for each case of one worker a picture."""
+    """Draws weak scaling, where the global batch grows with the workers; a picture for each case of a single worker."""
     by_case: dict[Case, list[tuple[Row, float | None]]] = {}
-    for row in (row for one in comparisons for row in one.rows if row.weak_efficiency is not None):
+    for row in (row for comparison in comparisons for row in comparison.rows if row.weak_efficiency is not None):
         case = row.cell.case
-        of_one = replace(case, batch_size=case.batch_size // row.cell.workers)
-        by_case.setdefault(of_one, []).append((row, row.weak_efficiency))
+        case_of_one = replace(case, batch_size=case.batch_size // row.cell.workers)
+        by_case.setdefault(case_of_one, []).append((row, row.weak_efficiency))
     charts = {case: _scaling(rows, palette) for case, rows in by_case.items()}
     return {case: chart for case, chart in charts.items() if chart is not None}
 
@@ -265,32 +262,32 @@ def _scaling(rows: Sequence[tuple[Row, float | None]], palette: Palette) -> alt.
         workers = row.cell.workers
         label = row.cell.label
         if not any(value["label"] == label for value in values):
-            one = {"label": label, "cell": "", "name": f"{label} on 1", "workers": 1, "times": 1, "efficiency": 1}
-            values.append(one)
+            base = {"label": label, "cell": "", "name": f"{label} on 1", "workers": 1, "times": 1, "efficiency": 1}
+            values.append(base)
         values.append(
             _rounded(_named(row) | {"workers": workers, "times": efficiency * workers, "efficiency": efficiency})
         )
     if not values:
         return None
-    most = max(value["workers"] for value in values)
     counts = sorted({value["workers"] for value in values})
-    ideal = alt.InlineData(values=[{"workers": 1, "times": 1, "most": most}])
+    ideal = alt.InlineData(values=[{"workers": 1, "times": 1, "most": counts[-1]}])
     scale = alt.Scale(zero=False, nice=False, padding=16)
     x = alt.X("workers:Q", title="workers", scale=scale, axis=alt.Axis(values=counts, format="d"))
     y = alt.Y("times:Q", title="times one worker's examples/s", scale=alt.Scale(domainMin=0))
     tooltip = _tooltip(("name", "strategy"), ("times", "times one worker's"), ("notes", "marks"))
     tooltip.append(alt.Tooltip("efficiency:Q", format=".0%"))
-    base, channels = alt.Chart().encode(x=x, y=y), palette.channels
+    chart, channels = alt.Chart().encode(x=x, y=y), palette.channels
     end = {"x": alt.X("most:Q"), "y": alt.Y("most:Q")}
     layers = [
         alt.Chart(ideal).mark_rule(strokeDash=[4, 4]).encode(x=x, y=y, x2="most:Q", y2="most:Q"),
         alt.Chart(ideal).mark_text(text="ideal", align="right", dx=-10, dy=-2, fontSize=11).encode(**end),
-        base.mark_line().encode(detail="label:N", color=channels["color"]),
-        base.mark_point(filled=True, opacity=1, size=60).encode(tooltip=tooltip, **channels),
+        chart.mark_line().encode(detail="label:N", color=channels["color"]),
+        chart.mark_point(filled=True, opacity=1, size=60).encode(tooltip=tooltip, **channels),
     ]
     return _layers(layers, values, 240)
 
 
+_OTHER = "other"
 _RUN_PARTS: dict[str, Callable[[Run], float | None]] = {
     "start-up": lambda run: run.record.startup_seconds if run.record else None,
     "warm-up": lambda run: run.warm_up_seconds,
@@ -300,19 +297,19 @@ _RUN_PARTS: dict[str, Callable[[Run], float | None]] = {
 
 
 def run_seconds(comparison: Comparison) -> alt.LayerChart | None:
-    """Where the seconds of a whole run go."""
+    """Draws the parts of the time of a run."""
     values = []
     for row in comparison.rows:
         parts = {name: row.median(figure) or 0.0 for name, figure in _RUN_PARTS.items()}
         if row.wall_seconds is not None:
-            parts["the rest"] = max(0.0, row.wall_seconds - sum(parts.values()))
+            parts[_OTHER] = max(0.0, row.wall_seconds - sum(parts.values()))
         values += [_rounded(_named(row) | {"part": name, "value": value}) for name, value in parts.items() if row.good]
-    order = [*_RUN_PARTS, "the rest"]
+    order = [*_RUN_PARTS, _OTHER]
     return stacked(values, order, "seconds of a run, median of each part", "seconds") if values else None
 
 
 def steps(comparison: Comparison) -> alt.LayerChart | None:
-    """What a step is spent on, of the cells that were traced."""
+    """Draws the parts of a step, for cells with a trace."""
     values = [
         _rounded(_named(row) | {"part": part, "value": 100 * share})
         for row in comparison.rows
@@ -323,7 +320,7 @@ def steps(comparison: Comparison) -> alt.LayerChart | None:
 
 
 def memory(comparison: Comparison) -> alt.LayerChart | None:
-    """The peak memory of each process."""
+    """Draws the peak memory of each process."""
     values = []
     for row in comparison.rows:
         for rank, peak in enumerate(row.peak_memory_bytes):
@@ -332,31 +329,31 @@ def memory(comparison: Comparison) -> alt.LayerChart | None:
 
 
 def price(comparison: Comparison) -> alt.LayerChart | None:
-    """What a run costs, or reaching the target."""
-    there = [(row, row.price) for row in comparison.rows if row.price is not None]
-    values = [_rounded(_named(row) | {"part": "price", "value": value}) for row, value in there]
+    """Draws the price of a run, or of reaching the target."""
+    prices = [(row, row.price) for row in comparison.rows if row.price is not None]
+    values = [_rounded(_named(row) | {"part": "price", "value": value}) for row, value in prices]
     to_target = any(row.reached for row in comparison.rows)
     title = "price until the target is reached" if to_target else "price of a run"
     return stacked(values, None, title, "price") if values else None
 
 
 def stacked(values: Values, order: list[str] | None, title: str, unit: str) -> alt.LayerChart:
-    """Bars of parts that add up.
+    """Draws stacked bars.
 
     Args:
-        values: of `_named`, with `part` and `value`.
-        order: of the parts, which a legend tells; `None` for parts that look alike.
-        title: of the axis.
-        unit: of a value, for the tooltip.
+        values: results of `_named` with `part` and `value`.
+        order: the order of the parts, with a legend; `None` draws all parts in the same colour.
+        title: the title of the axis.
+        unit: the unit of the values, for the tooltip.
     """
     names = list(dict.fromkeys(value["name"] for value in values))
-    place = {part: index for index, part in enumerate(order or dict.fromkeys(value["part"] for value in values))}
-    values = [value | {"place": place[value["part"]]} for value in values]
+    parts = order or list(dict.fromkeys(value["part"] for value in values))
+    values = [value | {"position": parts.index(value["part"])} for value in values]
     tooltip = _tooltip(("name", "strategy"), ("part", "part"), ("value", unit), ("notes", "marks"))
     bars = alt.Chart().mark_bar(height={"band": 0.62}).encode(
         y=alt.Y("name:N", sort=names, title=None),
         x=alt.X("value:Q", title=title, axis=alt.Axis(grid=True, tickCount=5)),
-        order=alt.Order("place:Q"),
+        order=alt.Order("position:Q"),
         tooltip=tooltip,
     )  # fmt: skip
     if order:
@@ -382,14 +379,9 @@ def _tooltip(*fields: tuple[str, str]) -> list[alt.Tooltip]:
 
 
 def _rounded(value: dict[str, Any]) -> dict[str, Any]:
-    """Five digits suffice for a picture, and for what is shown beside it."""
-    return {name: float(f"{one:.5g}") if isinstance(one, float) else one for name, one in value.items()}
+    """Rounds to five digits, which suffice for pictures and tooltips."""
+    return {name: float(f"{item:.5g}") if isinstance(item, float) else item for name, item in value.items()}
 
 
 def _sum(values: Iterable[float | None]) -> float:
     return sum(value or 0.0 for value in values)
-
-
-def _median(values: Iterable[float | None]) -> float | None:
-    there = [value for value in values if value is not None]
-    return statistics.median(there) if there else None

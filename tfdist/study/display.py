@@ -1,4 +1,4 @@
-"""What `compare` shows while it measures: which run is under way, how many are left, and how long they will take."""
+"""The progress of `tfdist compare`: the current run, the number of runs, and the expected remaining time."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ class Display:
     """A line that changes on a terminal, and a line for each finished run.
 
     Args:
-        console: where it is shown.
-        runs: how many runs there are in all.
-        done: how many of them were made before.
+        console: the console to print to.
+        runs: the number of all runs.
+        done: the number of runs that were made earlier.
     """
 
     def __init__(self, console: Console, runs: int, done: int):
@@ -27,8 +27,8 @@ class Display:
         self._runs = runs
         self._done = done
         self._turn: Turn | None = None
-        self._left: float | None = None
-        self._began = 0.0
+        self._remaining: float | None = None
+        self._started = 0.0
         self._live = Live(get_renderable=self._line, console=console, transient=True, refresh_per_second=4)
 
     def __enter__(self) -> Display:
@@ -40,24 +40,24 @@ class Display:
         if self._console.is_terminal:
             self._live.stop()
 
-    def begin(self, turn: Turn, left_seconds: float | None) -> None:
-        """A run begins; with those after it, it is expected to take so long."""
-        self._turn, self._left, self._began = turn, left_seconds, time.monotonic()
+    def begin(self, turn: Turn, remaining_seconds: float | None) -> None:
+        """Shows that a run begins; it and the later runs are expected to take `remaining_seconds`."""
+        self._turn, self._remaining, self._started = turn, remaining_seconds, time.monotonic()
 
-    def end(self, found: Measured) -> None:
-        """The run has ended."""
+    def end(self, measured: Measured) -> None:
+        """Prints the result of the current run."""
         assert self._turn is not None
         self._done += 1
-        how = f"{found.wall_seconds:.1f} s" if found.exit_code == 0 else f"failed: {terminal.cause(found.error)}"
-        left = "" if self._left is None else f", {self._rest()} left"
-        self._console.print(Text(f"[{self._done}/{self._runs}{left}] {self._turn.title}: {how}"), soft_wrap=True)
+        failed = measured.exit_code != 0
+        result = f"failed: {terminal.cause(measured.error)}" if failed else f"{measured.wall_seconds:.1f} s"
+        self._console.print(Text(f"{self._position(self._done)} {self._turn.title}: {result}"), soft_wrap=True)
 
     def _line(self) -> Text:
-        if self._turn is None:
-            return Text("")
-        left = "" if self._left is None else f", {self._rest()} left"
-        return Text(f"[{self._done + 1}/{self._runs}{left}] {self._turn.title} ...")
+        return Text("" if self._turn is None else f"{self._position(self._done + 1)} {self._turn.title} ...")
 
-    def _rest(self) -> str:
-        left = max(0.0, (self._left or 0.0) - (time.monotonic() - self._began))
-        return str(timedelta(seconds=round(left)))
+    def _position(self, number: int) -> str:
+        """The number of a run with the remaining time, such as `[3/20, 0:05:00 left]`."""
+        if self._remaining is None:
+            return f"[{number}/{self._runs}]"
+        seconds = max(0.0, self._remaining - (time.monotonic() - self._started))
+        return f"[{number}/{self._runs}, {timedelta(seconds=round(seconds))} left]"

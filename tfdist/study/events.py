@@ -1,4 +1,4 @@
-"""The runs of a study as events of TensorBoard: metrics by epoch, and strategies side by side in the HParams table."""
+"""The runs of a study as TensorBoard events: metrics by epoch, and a row per run in the HParams table."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from tfdist.study.results import Comparison
 from tfdist.study.runs import Run
 
 HYPERPARAMETERS = ("strategy", "workers", "model", "dataset", "batch_size", "seed")
-# The columns of the HParams table, beside the hyperparameters.
+# The columns of the HParams table after the hyperparameters.
 COLUMNS = ("examples_per_second", "step_seconds", "loss", "accuracy", "val_loss", "val_accuracy")
 
 
 def write(comparisons: Sequence[Comparison], folder: Path) -> None:
-    """Writes the events of all runs below `folder`, a folder for each run; importing TensorFlow takes seconds."""
+    """Writes the events of all runs below `folder`, with a folder for each run."""
     import tensorflow as tf
     from tensorboard.plugins.hparams import api
 
@@ -29,7 +29,7 @@ def write(comparisons: Sequence[Comparison], folder: Path) -> None:
                 name = f"{run.cell.folder}-{run.round}"
                 with tf.summary.create_file_writer(str(folder / name)).as_default():
                     api.hparams(_hyperparameters(run), trial_id=name)
-                    _metrics(tf, run)
+                    _write_metrics(tf, run)
 
 
 def _hyperparameters(run: Run) -> dict[str, Any]:
@@ -38,7 +38,7 @@ def _hyperparameters(run: Run) -> dict[str, Any]:
     return dict(zip(HYPERPARAMETERS, values, strict=True))
 
 
-def _metrics(tf: Any, run: Run) -> None:
+def _write_metrics(tf: Any, run: Run) -> None:
     for epoch in run.epochs:
         figures = {
             "examples_per_second": epoch.examples_per_second,

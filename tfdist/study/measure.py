@@ -1,9 +1,10 @@
-"""Measures the cells of a study: each run is a fresh `tfdist train`, and the cells take turns within a round.
+"""Measures the cells of a study: each run is a new `tfdist train`, and the cells take turns within a round.
 
-What a run leaves, beside its own files, is `measured.json`: the cell, the round, and what only its parent knows.
+Next to the files of the training, `measured.json` records the cell, the round, and what only the parent process can
+measure.
 
-NVIDIA's `nvidia-smi` tells how busy the GPUs of this machine are meanwhile. Source: the fields `utilization.gpu`, the
-percentage of a sample's time in which a kernel ran, and `memory.used` of NVIDIA's management library (NVML),
+Meanwhile, NVIDIA's `nvidia-smi` reports the use of this machine's GPUs. Source: the fields `utilization.gpu`, the
+percentage of a sampling period in which a kernel ran, and `memory.used` of NVIDIA's management library (NVML),
 https://docs.nvidia.com/deploy/nvml-api.
 """
 
@@ -19,7 +20,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -33,21 +33,21 @@ from tfdist.launcher import limited
 from tfdist.study.plan import Case, Cell, Plan
 
 PROGRAM = "nvidia-smi"
-EVERY_MILLISECONDS = 500
+SAMPLING_MILLISECONDS = 500
 QUERY = (
     "--query-gpu=index,utilization.gpu,memory.used",
     "--format=csv,noheader,nounits",
-    f"--loop-ms={EVERY_MILLISECONDS}",
+    f"--loop-ms={SAMPLING_MILLISECONDS}",
 )
 
 
 @dataclass
 class GpuUse:
-    """What was seen in a run; `None` where there is no GPU, or its driver does not tell.
+    """The use of GPUs during a run; `None` without a GPU, or if its driver does not report it.
 
     Attributes:
-        busy: GPUs that compute at a time, the mean over the run: 1.5 of two is 75 %.
-        memory_bytes: the most that was in use on one GPU, by whatever process.
+        busy: the mean number of busy GPUs; 1.5 of two GPUs means 75 % utilization.
+        memory_bytes: the peak memory in use on a single GPU, by all processes.
     """
 
     busy: float | None = None
@@ -55,38 +55,38 @@ class GpuUse:
 
 
 @contextlib.contextmanager
-def watched() -> Iterator[GpuUse]:
-    """The context of a run; what it yields is filled at its end."""
-    found = GpuUse()
+def gpu_monitor() -> Iterator[GpuUse]:
+    """Samples the use of GPUs within the context; the yielded object is filled at the end."""
+    use = GpuUse()
     if shutil.which(PROGRAM) is None:
-        yield found
+        yield use
         return
     with tempfile.TemporaryFile("w+") as output:
-        watcher = subprocess.Popen(
+        monitor = subprocess.Popen(
             [PROGRAM, *QUERY], stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.DEVNULL
         )
         try:
-            yield found
+            yield use
         finally:
-            watcher.kill()
-            watcher.wait()
+            monitor.kill()
+            monitor.wait()
             output.seek(0)
-            used = of_samples(output)
-            found.busy, found.memory_bytes = used.busy, used.memory_bytes
+            sampled = gpu_use(output)
+            use.busy, use.memory_bytes = sampled.busy, sampled.memory_bytes
 
 
-def of_samples(lines: Iterable[str]) -> GpuUse:
-    """The use that samples show, each a line of a GPU's index, its utilization in percent, and its memory in MiB.
+def gpu_use(samples: Iterable[str]) -> GpuUse:
+    """Summarizes samples, lines with the index of a GPU, its utilization in percent, and its used memory in MiB.
 
-    >>> of_samples(["0, 100, 1000", "1, 50, 10", "0, 80, 2000", "1, 30, 10", "0, 9"])
+    >>> gpu_use(["0, 100, 1000", "1, 50, 10", "0, 80, 2000", "1, 30, 10", "0, 9"])
     GpuUse(busy=1.3, memory_bytes=2097152000)
-    >>> of_samples(["0, [N/A], [N/A]", "Unable to determine the device handle"])
+    >>> gpu_use(["0, [N/A], [N/A]", "Unable to determine the device handle"])
     GpuUse(busy=None, memory_bytes=None)
     """
     percentages: dict[str, list[float]] = {}
     memory: list[int] = []
-    for line in lines:
-        with contextlib.suppress(ValueError):  # such as the half of a line that was written last
+    for line in samples:
+        with contextlib.suppress(ValueError):  # such as an unfinished last line
             index, busy, mebibytes = (part.strip() for part in line.split(","))
             percentages.setdefault(index, []).append(float(busy))
             memory.append(int(mebibytes) * 2**20)
@@ -97,27 +97,28 @@ def of_samples(lines: Iterable[str]) -> GpuUse:
 
 MEASURED, PLAN, OUTPUT = "measured.json", "study.json", "output.txt"
 TRACED_STEPS = "2:12"
-LATE = 124  # as of timeout(1)
-LAST_LINES = 15  # of what a failed run has said, for the report
+TIMED_OUT = 124  # the exit code of timeout(1)
+LAST_LINES = 15  # lines of a failed run's output that the report shows
 
 
 class Measured(BaseModel):
-    """`measured.json`.
+    """The content of `measured.json`.
 
     Attributes:
         model, dataset, batch_size, input, strategy, workers, label: the cell.
-        study: when the study was begun, which tells rounds of several studies apart.
+        study: when the study was started, which distinguishes the rounds of several studies.
         round: the number of the round, from 0.
         seed: the seed of weights, order and random layers.
-        traced: some of its steps were traced, so that its times do not count.
-        command: what was run.
-        started: when, ISO 8601, UTC.
+        traced: whether some of its steps were traced, so that its times do not count.
+        command: the command of the run.
+        started: when the command was started, ISO 8601, UTC.
         wall_seconds: from the start of the command to its end.
         cpu_seconds: processor time of all processes of the run, in user and system mode.
-        gpus_busy: GPUs of this machine that compute at a time, the mean over the run; `None` without one.
-        gpu_memory_bytes: the most that was in use on one of them, by all processes; `None` without one.
-        exit_code: of the command; minus a signal's number if one ended it; `LATE` if it took too long.
-        error: of a failed run, why its strategy cannot run here, if `tfdist doctor` knows, and the end of what it said;
+        gpus_busy: the mean number of busy GPUs of this machine; `None` without a GPU.
+        gpu_memory_bytes: the peak memory in use on a single GPU, by all processes; `None` without a GPU.
+        exit_code: the exit code of the command; minus the signal's number if a signal ended it; `TIMED_OUT` if it took
+            too long.
+        error: for a failed run, why its strategy cannot run here, if `tfdist doctor` knows, and the end of its output;
             otherwise "".
     """
 
@@ -146,14 +147,13 @@ class Measured(BaseModel):
 
     @property
     def cell(self) -> Cell:
-        """The cell, without its options."""
         case = Case(self.model, self.dataset, self.batch_size, self.input)
         return Cell(case, self.strategy, self.workers, self.label)
 
 
 @dataclass(frozen=True)
 class Turn:
-    """One run that is to be made."""
+    """A run to be made."""
 
     cell: Cell
     round: int
@@ -163,41 +163,43 @@ class Turn:
 
     @property
     def title(self) -> str:
-        """For the display."""
-        which = "traced" if self.traced else f"round {self.round + 1}"
-        return f"{which}: {self.cell.name}, {self.cell.case.title}"
+        """A title such as `round 1: single, cnn on digits, global batch 32`."""
+        kind = "traced" if self.traced else f"round {self.round + 1}"
+        return f"{kind}: {self.cell.name}, {self.cell.case.title}"
 
 
 def turns(plan: Plan, out: Path) -> list[Turn]:
-    """All runs of a study, by rounds; each round begins with another cell, so that none is always the first."""
+    """Returns all runs of a study by round; each round starts with a different cell, so that none is always first."""
     cells = plan.cells()
-    found = []
+    timed = []
     for number, seed in plan.rounds:
         first = number % len(cells)
         for cell in [*cells[first:], *cells[:first]]:
-            found.append(Turn(cell, number, seed, out / "runs" / cell.folder / f"round-{number}"))
+            timed.append(Turn(cell, number, seed, out / "runs" / cell.folder / f"round-{number}"))
     traced = (Turn(cell, 0, 0, out / "runs" / cell.folder / "traced", traced=True) for cell in plan.traced())
-    return [*found, *traced]
+    return [*timed, *traced]
 
 
 def begin(plan: Plan, out: Path, resume: bool) -> str:
-    """Makes the folder of a study, or continues in it; returns when the study was begun.
+    """Creates the folder of a study, or resumes the study in it; returns when the study was started.
 
     Raises:
-        UsageError: there is a study and `resume` is not set; or it is another one; or the folder cannot be written.
+        UsageError: the folder has a study and `resume` is not set, it has a different study, or it cannot be written.
     """
     path = out / PLAN
     wanted = json.loads(json.dumps(asdict(plan), default=str))  # paths are text
     if path.exists():
         if not resume:
             raise UsageError(f"`{out}` has a study already", "continue it with `--resume`, or name another `--out`")
-        before = json.loads(path.read_text(encoding="utf-8"))
-        # More rounds may be asked for; they come after those that were made.
-        differing = [name for name, value in wanted.items() if name != "repeats" and before["plan"].get(name) != value]
+        existing = json.loads(path.read_text(encoding="utf-8"))
+        # `repeats` may grow: the new rounds follow the existing ones.
+        differing = [
+            name for name, value in wanted.items() if name != "repeats" and existing["plan"].get(name) != value
+        ]
         if differing:
             names = ", ".join(f"`{name}`" for name in differing)
-            raise UsageError(f"The study in `{out}` was begun with other {names}", "use another `--out` for it")
-        return str(before["study"])
+            raise UsageError(f"The study in `{out}` was started with different {names}", "name another `--out`")
+        return str(existing["study"])
     try:
         out.mkdir(parents=True, exist_ok=True)
         study = datetime.now(UTC).isoformat(timespec="milliseconds")
@@ -208,45 +210,32 @@ def begin(plan: Plan, out: Path, resume: bool) -> str:
 
 
 def is_done(turn: Turn) -> bool:
-    """Whether that run was made, and did not fail."""
-    with suppress(OSError, ValueError):
+    """Whether the run has been made and did not fail."""
+    with contextlib.suppress(OSError, ValueError):
         return Measured.model_validate_json((turn.folder / MEASURED).read_text(encoding="utf-8")).exit_code == 0
     return False
 
 
 def run(turn: Turn, plan: Plan, study: str, limit_seconds: float) -> Measured:
-    """Makes one run, in processes of its own, and keeps what was measured.
+    """Makes a run in separate processes, and writes what was measured to its folder.
 
     Args:
-        turn: which one.
-        plan: of the study.
-        study: when it was begun.
-        limit_seconds: a run that takes longer is ended, and has failed.
+        turn: the run.
+        plan: the plan of the study.
+        study: when the study was started.
+        limit_seconds: the time after which the run is ended, and counts as failed.
     """
     shutil.rmtree(turn.folder, ignore_errors=True)
     turn.folder.mkdir(parents=True)
     options = [*turn.cell.options(plan.epochs, turn.seed), "--quiet", "--run-dir", str(turn.folder)]
     if turn.traced:
         options += ["--profile", TRACED_STEPS]
-    command = [sys.executable, "-m", "tfdist.train", *options]
-    started, began = datetime.now(UTC), time.perf_counter()
-    before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    with open(turn.folder / OUTPUT, "wb") as output, watched() as gpus:
-        process = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
-        )
-        ended = limited.wait(process, limit_seconds)
-    seconds = time.perf_counter() - began
-    used = resource.getrusage(resource.RUSAGE_CHILDREN)
-    code = LATE if ended is None else ended
-    error = "" if code == 0 else _last_lines(turn.folder) or f"It ended with exit code {code} and said nothing."
-    if code and not (there := readiness.of(turn.cell.strategy)).ready:
-        error = f"error: {there.reason}\nhint: {there.command}\n{error}"
-    if code == LATE:
-        error = f"It was ended after {limit_seconds:g} s.\n{error}"
-    case = turn.cell.case
-    found = Measured(
-        **asdict(case),
+    started, start = datetime.now(UTC), time.perf_counter()
+    cpu_seconds = _cpu_seconds_of_children()
+    with gpu_monitor() as gpus:
+        code = limited.wait(start_training(options, turn.folder), limit_seconds)
+    measured = Measured(
+        **asdict(turn.cell.case),
         strategy=turn.cell.strategy,
         workers=turn.cell.workers,
         label=turn.cell.label,
@@ -256,29 +245,50 @@ def run(turn: Turn, plan: Plan, study: str, limit_seconds: float) -> Measured:
         traced=turn.traced,
         command=["tfdist", "train", *options],
         started=started.isoformat(),
-        wall_seconds=seconds,
-        cpu_seconds=used.ru_utime + used.ru_stime - before.ru_utime - before.ru_stime,
+        wall_seconds=time.perf_counter() - start,
+        cpu_seconds=_cpu_seconds_of_children() - cpu_seconds,
         gpus_busy=gpus.busy,
         gpu_memory_bytes=gpus.memory_bytes,
-        exit_code=code,
-        error=error,
+        exit_code=TIMED_OUT if code is None else code,
+        error=_error(turn, code, limit_seconds),
     )
-    files.write_text(turn.folder / MEASURED, found.model_dump_json(indent=2) + "\n")
-    return found
+    files.write_text(turn.folder / MEASURED, measured.model_dump_json(indent=2) + "\n")
+    return measured
 
 
-def _last_lines(folder: Path) -> str:
-    text = (folder / OUTPUT).read_text(encoding="utf-8", errors="replace")
-    lines = [line.rstrip() for line in text.splitlines() if line.strip()]
-    return "\n".join(lines[-LAST_LINES:])
+def start_training(options: Sequence[str], folder: Path) -> subprocess.Popen[bytes]:
+    """Starts `tfdist train` as the leader of a process group; its output goes to a file in `folder`."""
+    command = [sys.executable, "-m", "tfdist.train", *options]
+    with open(folder / OUTPUT, "wb") as output:
+        return subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
+        )
 
 
-def expected_seconds(left: Sequence[Turn], done: Sequence[Measured]) -> float | None:
-    """How long the runs that are left will take: for each cell the median of its runs, else of all."""
+def _cpu_seconds_of_children() -> float:
+    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return usage.ru_utime + usage.ru_stime
+
+
+def _error(turn: Turn, code: int | None, limit_seconds: float) -> str:
+    """The error of a run with this exit code, `None` after a timeout; "" if it did not fail."""
+    if code == 0:
+        return ""
+    output = (turn.folder / OUTPUT).read_text(encoding="utf-8", errors="replace")
+    lines = [line.rstrip() for line in output.splitlines() if line.strip()]
+    shown_code = TIMED_OUT if code is None else code
+    error = "\n".join(lines[-LAST_LINES:]) or f"It ended with exit code {shown_code} and no output."
+    if not (state := readiness.of(turn.cell.strategy)).ready:
+        error = f"error: {state.reason}\nhint: {state.command}\n{error}"
+    return f"It was ended after {limit_seconds:g} s.\n{error}" if shown_code == TIMED_OUT else error
+
+
+def expected_seconds(remaining: Sequence[Turn], done: Sequence[Measured]) -> float | None:
+    """Estimates the time of the remaining runs, from the median of each cell's runs, or else of all; `None` if none."""
     if not done:
         return None
-    of_cell: dict[Cell, list[float]] = {}
-    for one in done:
-        of_cell.setdefault(one.cell, []).append(one.wall_seconds)
-    usual = statistics.median(one.wall_seconds for one in done)
-    return sum(statistics.median(of_cell.get(turn.cell, [usual])) for turn in left)
+    seconds_of: dict[Cell, list[float]] = {}
+    for measured in done:
+        seconds_of.setdefault(measured.cell, []).append(measured.wall_seconds)
+    overall = [statistics.median(measured.wall_seconds for measured in done)]
+    return sum(statistics.median(seconds_of.get(turn.cell, overall)) for turn in remaining)

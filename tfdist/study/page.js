@@ -1,4 +1,4 @@
-// Draws the pictures of a report, one after the other, and hides strategies. Colours are the style sheet's.
+// Draws the pictures of a report one after the other, and hides strategies. The style sheet sets the colours.
 const page = JSON.parse(document.getElementById("data").textContent);
 const views = [];
 const hidden = new Set();
@@ -9,8 +9,8 @@ function show(view) {
 }
 
 async function draw({ id, spec }) {
-  const named = spec.data && spec.data.name;
-  const datasets = named in page.datasets ? { [named]: page.datasets[named] } : spec.datasets;
+  const name = spec.data && spec.data.name;
+  const datasets = name in page.datasets ? { [name]: page.datasets[name] } : spec.datasets;
   const options = { actions: false, renderer: "svg", ast: true, config: page.config, tooltip: { theme: "page" } };
   const { view } = await vegaEmbed(document.getElementById(id), { ...spec, datasets }, options);
   views.push(view);

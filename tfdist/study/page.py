@@ -1,7 +1,7 @@
-"""The report as a page: one HTML file, which loads nothing, with its pictures drawn by the Vega that it has inside.
+"""The report as a self-contained HTML page, whose pictures are drawn by an embedded copy of Vega.
 
-What users have named is escaped by the template, in the JSON of the pictures too; beyond that the page's own policy
-lets no script run but the page's.
+The template escapes names from users, also in the JSON of the pictures. In addition, the page's content security policy
+allows no script but the page's own.
 """
 
 from __future__ import annotations
@@ -24,23 +24,22 @@ from tfdist.study.charts import Palette
 from tfdist.study.results import Comparison
 
 FOLDER = Path(__file__).parent
-PICTURE_WIDTH = 720  # pixels, of the picture beside the report in Markdown
+PICTURE_WIDTH = 720  # pixels, for the picture of the Markdown report
 
 
 @dataclass(frozen=True)
 class Figure:
-    """A picture of the page: the element that holds it, what stands above and below it, and its specification."""
+    """A picture of the page: the ID of its element, title, caption, and Vega-Lite specification."""
 
     id: str
     title: str
     caption: str
     spec: dict[str, Any]
-    wide: bool = False
 
 
 @dataclass(frozen=True)
 class Entry:
-    """A strategy in the legend: its name, and the number of its colour, its shape and its dashes."""
+    """A strategy in the legend: its name, the number of its colour, its shape, and the lengths of its dashes."""
 
     name: str
     series: int
@@ -50,7 +49,7 @@ class Entry:
 
 @dataclass(frozen=True)
 class Section:
-    """A case of the page, with its tables and pictures."""
+    """The section of a case, with its tables and pictures."""
 
     id: str
     title: str
@@ -65,20 +64,17 @@ class Section:
 
 
 def html(comparisons: Sequence[Comparison]) -> str:
-    """The page."""
+    """Returns the page."""
     palette = Palette(comparisons)
-    found = verdicts.of(comparisons)
-    sections = [_section(f"case-{index}", one, palette, len(comparisons)) for index, one in enumerate(comparisons)]
-    first = _first(comparisons, palette)
-    weak = [
-        Figure(
-            f"weak-{index}", f"{case.model} on {case.dataset}, {case.batch_size} examples a worker", "", _spec(chart)
-        )
-        for index, (case, chart) in enumerate(charts.weak_scaling(comparisons, palette).items())
+    bounds = verdicts.of(comparisons)
+    sections = [
+        _section(f"case-{index}", comparison, palette, len(comparisons)) for index, comparison in enumerate(comparisons)
     ]
-    pictures = [*([first] if first else []), *(figure for one in sections for figure in one.pictures), *weak]
+    first = _first(comparisons, palette)
+    weak = _weak(comparisons, palette)
+    pictures = [*([first] if first else []), *(figure for section in sections for figure in section.pictures), *weak]
     script = vl_convert.javascript_bundle((FOLDER / "page.js").read_text(encoding="utf-8"))
-    script = script.replace("</script", "<\\/script")  # which would end the element, even within a text
+    script = script.replace("</script", "<\\/script")  # would end the element, even within a string
     references = {name: f"var(--{name})" for name in charts.LIGHT}
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(FOLDER), autoescape=True, trim_blocks=True, lstrip_blocks=True
@@ -89,11 +85,11 @@ def html(comparisons: Sequence[Comparison]) -> str:
         extent=summary.extent(comparisons),
         machines=summary.machines(comparisons),
         mark=summary.MARK,
-        any_mark=any(row.marks for one in comparisons for row in one.rows),
+        any_mark=any(row.marks for comparison in comparisons for row in comparison.rows),
         first=first,
         first_legend=_legend(comparisons, palette) if len(comparisons) > 1 else [],
-        bounds=summary.bounds(found) if found else None,
-        verdicts=summary.verdicts(found),
+        bounds=summary.bounds(bounds) if bounds else None,
+        verdicts=summary.verdicts(bounds),
         sections=sections,
         weak=weak,
         colors={"light": charts.LIGHT, "dark": charts.DARK},
@@ -101,7 +97,7 @@ def html(comparisons: Sequence[Comparison]) -> str:
         font=Markup(charts.FONT),
         data={
             "config": charts.configuration(references),
-            "datasets": {f"case-{index}": charts.curves(one) for index, one in enumerate(comparisons)},
+            "datasets": {f"case-{index}": charts.curves(comparison) for index, comparison in enumerate(comparisons)},
             "figures": [{"id": figure.id, "spec": figure.spec} for figure in pictures],
         },
         script=Markup(script),
@@ -110,7 +106,7 @@ def html(comparisons: Sequence[Comparison]) -> str:
 
 
 def picture(comparisons: Sequence[Comparison]) -> str:
-    """The picture of the answer as SVG, on white; "" if there is nothing to compare."""
+    """Returns the picture of the result as SVG on white; "" if there is nothing to compare."""
     first = _first(comparisons, Palette(comparisons))
     if first is None:
         return ""
@@ -119,20 +115,20 @@ def picture(comparisons: Sequence[Comparison]) -> str:
 
 
 def _first(comparisons: Sequence[Comparison], palette: Palette) -> Figure | None:
-    """The picture of the answer."""
-    caption = "Ratio of the training time of an epoch, within a round: the median and its 95 % bootstrap interval. "
-    caption += "Further right is faster; an interval that crosses the line at 1 is no difference."
-    one, *others = comparisons
-    chart = charts.overview(comparisons, palette) if others else charts.speed(one, palette)
-    return None if chart is None else Figure("answer", "", caption, _spec(chart), wide=True)
+    """The picture of the result."""
+    caption = "Ratio of the training times per epoch within a round: the median and its 95 % bootstrap interval. "
+    caption += "Further right is faster; an interval that crosses the line at 1 shows no difference."
+    chart = charts.overview(comparisons, palette) if comparisons[1:] else charts.speed(comparisons[0], palette)
+    return None if chart is None else Figure("answer", "", caption, _spec(chart))
 
 
 def _weak(comparisons: Sequence[Comparison], palette: Palette) -> list[Figure]:
-    """The pictures of a global batch that grows with the workers."""
-    pictures = charts.weak_scaling(comparisons, palette).items()
-    titles = [f"{case.model} on {case.dataset}, {case.batch_size} examples a worker" for case, _ in pictures]
-    specs = [_spec(chart) for _, chart in pictures]
-    return [Figure(f"weak-{index}", titles[index], "", spec) for index, spec in enumerate(specs)]
+    """The pictures of weak scaling."""
+    figures: list[Figure] = []
+    for case, chart in charts.weak_scaling(comparisons, palette).items():
+        title = f"{case.model} on {case.dataset}, {case.batch_size} examples per worker"
+        figures.append(Figure(f"weak-{len(figures)}", title, "", _spec(chart)))
+    return figures
 
 
 def _section(name: str, comparison: Comparison, palette: Palette, cases: int) -> Section:
@@ -155,58 +151,55 @@ def _section(name: str, comparison: Comparison, palette: Palette, cases: int) ->
 
 
 def _pictures(name: str, comparison: Comparison, palette: Palette, cases: int) -> list[Figure]:
-    """The pictures of a case that there is something for."""
+    """The pictures of a case for which there is data."""
     values = charts.curves(comparison)
-    found: list[tuple[str, str, alt.LayerChart | None]] = []
+    pictures: list[tuple[str, str, alt.LayerChart | None]] = []
     if cases > 1:
-        found.append(("Speed", "", charts.speed(comparison, palette)))
+        pictures.append(("Speed", "", charts.speed(comparison, palette)))
     spread = "Medians of the runs, with the lowest and the highest."
-    clock = f"{spread} Time counts from the first touch of data, evaluation included."
+    clock = f"{spread} Time starts at the first access to data, and includes evaluation."
     for metric, title in (("accuracy", "Validation accuracy"), ("loss", "Training loss")):
         for by, unit in (("epoch", "epoch"), ("seconds", "time")):
-            there = any(value.get(metric) is not None and value.get(by) is not None for value in values)
-            chart = charts.curve(values, metric, by, name, _target(comparison), palette) if there else None
-            found.append((f"{title} by {unit}", spread if by == "epoch" else clock, chart))
-    found += [
+            has_data = any(value.get(metric) is not None and value.get(by) is not None for value in values)
+            chart = charts.curve(values, metric, by, name, _target(comparison), palette) if has_data else None
+            pictures.append((f"{title} by {unit}", spread if by == "epoch" else clock, chart))
+    pictures += [
         ("Scaling", "The same global batch on more workers; dashed: ideal.", charts.scaling(comparison, palette)),
         ("Seconds of a run", "From the start of the command to its end.", charts.run_seconds(comparison)),
-        ("What a step is spent on", "From a run of its own, with a trace.", charts.steps(comparison)),
-        ("Peak memory", "The resident set of each process.", charts.memory(comparison)),
+        ("Parts of a step", "From a separate run with a trace.", charts.steps(comparison)),
+        ("Peak memory", "The resident set size of each process.", charts.memory(comparison)),
         ("Cost", "", charts.price(comparison)),
     ]
     return [
         Figure(f"{name}-picture-{index}", title, caption, _spec(chart))
-        for index, (title, caption, chart) in enumerate(found)
+        for index, (title, caption, chart) in enumerate(pictures)
         if chart is not None
     ]
 
 
 def _target(comparison: Comparison) -> float | None:
-    """The validation accuracy at which the runs end; `None` if there is none, or if it is not the same for all."""
+    """The validation accuracy at which the runs stop; `None` without a target, or if the targets differ."""
     records = (run.record for row in comparison.rows for run in row.runs)
     targets = [record.time_to_target for record in records if record is not None and record.time_to_target]
-    values = {one.target for one in targets if one.monitor == "val_accuracy"}
+    values = {target.target for target in targets if target.monitor == "val_accuracy"}
     return values.pop() if len(values) == 1 else None
 
 
 def _legend(comparisons: Sequence[Comparison], palette: Palette) -> list[Entry]:
-    cells = {row.cell.name: row.cell for one in comparisons for row in one.rows if row.good}
-    return [
-        Entry(name, palette.series(cell.label), palette.shape(cell.label), _dash(palette.dash(cell.workers)))
-        for name, cell in cells.items()
-    ]
-
-
-def _dash(lengths: Sequence[int]) -> str:
-    return " ".join(map(str, lengths))
+    cells = {row.cell.name: row.cell for comparison in comparisons for row in comparison.rows if row.good}
+    entries = []
+    for name, cell in cells.items():
+        dash = " ".join(map(str, palette.dash(cell.workers)))
+        entries.append(Entry(name, palette.series(cell.label), palette.shape(cell.label), dash))
+    return entries
 
 
 def _spec(chart: alt.LayerChart) -> dict[str, Any]:
-    """Without what the page says for all pictures."""
-    found: Mapping[str, Any] = chart.to_dict(validate=False)  # its parts were validated when they were made
-    return {name: value for name, value in found.items() if name not in ("$schema", "config")}
+    """Returns the specification without the entries that the page sets for all pictures."""
+    spec: Mapping[str, Any] = chart.to_dict(validate=False)  # its parts were validated on creation
+    return {name: value for name, value in spec.items() if name not in ("$schema", "config")}
 
 
 def _with_code(text: str) -> Markup:
-    """Escaped, with names in backticks as code."""
+    """Escapes a text, and marks names in backticks as code."""
     return Markup(re.sub(r"`([^`]*)`", r"<code>\1</code>", str(escape(text))))

@@ -1,4 +1,4 @@
-"""What a study measures: cells, each a strategy on a case, measured once in every round.
+"""The plan of a study: its cells, each a strategy on a case, which every round measures once.
 
 Synopsis:
 
@@ -23,27 +23,27 @@ from tfdist import strategies
 from tfdist.errors import UnknownNameError, UsageError
 from tfdist.run.config import INPUTS, STRATEGY_FLAGS
 
-# Options of `tfdist train` that every run of a study has alike, as an option of `compare` or in a file's `[train]`.
-OF_TRAIN = (
+# Options of `tfdist train` that apply to all runs of a study, set as options of `compare` or in a file's `[train]`.
+TRAIN_OPTIONS = (
     *("data_option", "data_dir", "augment", "on_bad_example", "limit"),
     *("model_option", "dtype_policy"),
     *("optimizer", "learning_rate", "momentum", "weight_decay", "schedule", "warmup_epochs", "gradient_accumulation"),
 )
-# Those that a strategy of a study's file may have besides.
-OF_A_STRATEGY = ("strategy_option", "ps", *STRATEGY_FLAGS)
+# Further options that a strategy in a study's file may set.
+STRATEGY_OPTIONS = ("strategy_option", "ps", *STRATEGY_FLAGS)
 
 REAL, SYNTHETIC = "real", "synthetic"
 
 
 @dataclass(frozen=True)
 class Contestant:
-    """A strategy of a study.
+    """A strategy in a study.
 
     Attributes:
-        strategy: its name, or `module:Class`.
-        label: what tables call it; "" for its name.
+        strategy: the name of the strategy, or `module:Class`.
+        label: its name in tables; "" for `strategy`.
         workers: the numbers of workers to measure it with; () for those of the study.
-        train: more options of `tfdist train`, by name, of this strategy alone.
+        train: further options of `tfdist train`, by name, for this strategy only.
     """
 
     strategy: str
@@ -52,17 +52,18 @@ class Contestant:
     train: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        strategies.traits(self.strategy)  # which knows the names
+        strategies.traits(self.strategy)  # refuses unknown names
 
 
 @dataclass(frozen=True)
 class Case:
-    """The work that strategies are compared on.
+    """The training that strategies are compared on.
 
     Attributes:
-        model, dataset: by name.
-        batch_size: examples in a global batch.
-        input: of training steps, one of `tfdist.run.config.INPUTS`.
+        model: the name of the model.
+        dataset: the name of the dataset.
+        batch_size: examples per global batch.
+        input: the input of training steps, one of `tfdist.run.config.INPUTS`.
     """
 
     model: str
@@ -72,9 +73,9 @@ class Case:
 
     @property
     def title(self) -> str:
-        """Such as `cnn on digits, global batch 32`."""
-        of = "" if self.input == REAL else f", {self.input} input"
-        return f"{self.model} on {self.dataset}, global batch {self.batch_size}{of}"
+        """A title such as `cnn on digits, global batch 32`."""
+        suffix = "" if self.input == REAL else f", {self.input} input"
+        return f"{self.model} on {self.dataset}, global batch {self.batch_size}{suffix}"
 
 
 @dataclass(frozen=True)
@@ -82,11 +83,11 @@ class Cell:
     """A strategy with a number of workers on a case.
 
     Attributes:
-        case: the work.
-        strategy: its name.
-        workers: processes, or the devices of a strategy that has one process.
-        label: what tables call the strategy.
-        train: the options of `tfdist train` by name.
+        case: the training.
+        strategy: the name of the strategy.
+        workers: the number of processes, or of devices for a strategy with a single process.
+        label: the name of the strategy in tables.
+        train: options of `tfdist train` by name.
     """
 
     case: Case
@@ -97,25 +98,25 @@ class Cell:
 
     @property
     def name(self) -> str:
-        """The label, with the number of workers where another would be possible."""
+        """The label, with the number of workers except for `single`."""
         return self.label if self.strategy == "single" else f"{self.label} on {self.workers}"
 
     @property
     def folder(self) -> str:
-        """A name for the folder of its runs."""
+        """The name of the folder of its runs."""
         case = self.case
-        of = "" if case.input == REAL else f"{case.input}-"
-        whole = f"{case.model}-{case.dataset}-{case.batch_size}-{of}{self.label}-{self.workers}"
-        return re.sub(r"[^A-Za-z0-9_.-]", ".", whole)
+        input_ = "" if case.input == REAL else f"{case.input}-"
+        name = f"{case.model}-{case.dataset}-{case.batch_size}-{input_}{self.label}-{self.workers}"
+        return re.sub(r"[^A-Za-z0-9_.-]", ".", name)
 
     def options(self, epochs: int, seed: int) -> list[str]:
-        """The options of `tfdist train` for one run of it."""
-        alike: dict[str, Any] = {"strategy": self.strategy, "model": self.case.model, "dataset": self.case.dataset}
-        alike |= {"batch_size": self.case.batch_size, "epochs": epochs, "seed": seed}
+        """Returns the options of `tfdist train` for a run."""
+        options: dict[str, Any] = {"strategy": self.strategy, "model": self.case.model, "dataset": self.case.dataset}
+        options |= {"batch_size": self.case.batch_size, "epochs": epochs, "seed": seed}
         if self.strategy != "single":
-            alike["workers" if strategies.traits(self.strategy).processes else "devices"] = self.workers
-        alike |= {} if self.case.input == REAL else {"input": self.case.input}
-        return as_options({**alike, **self.train})
+            options["workers" if strategies.traits(self.strategy).processes else "devices"] = self.workers
+        options |= {} if self.case.input == REAL else {"input": self.case.input}
+        return as_options({**options, **self.train})
 
 
 @dataclass(frozen=True)
@@ -125,21 +126,21 @@ class Plan:
     Attributes:
         models: names of models, or `module:function`.
         datasets: names of datasets, or `module:function`.
-        contestants: the strategies; the first one is what the others are compared with, unless `single` is there.
+        contestants: the strategies; the others are compared with `single` if it is among them, else with the first.
         workers: numbers of workers.
-        batch_sizes: examples in a global batch.
-        inputs: of training steps, of `tfdist.run.config.INPUTS`. With "real" and "synthetic" among them, the report
-            says what bounds the training, for which each cell with synthetic input is run once more, with a trace.
+        batch_sizes: examples per global batch.
+        inputs: inputs of training steps, from `tfdist.run.config.INPUTS`. With "real" and "synthetic", the report says
+            what bounds the training; for that, each cell with synthetic input has an extra run with a trace.
         repeats: how many times each cell is measured with each seed.
-        seeds: how many seeds, from 0.
-        epochs: epochs of each run, of which the first one warms up.
-        steps: steps of an epoch; `None` is the whole dataset.
+        seeds: the number of seeds, which start from 0.
+        epochs: epochs per run; the first warms up.
+        steps: steps per epoch; `None` for the whole dataset.
         target_accuracy: validation accuracy at which a run stops, 0 to 1; `None` trains all epochs.
-        trace: whether each cell is run once more, with a trace of some steps; that run's times do not count.
-        train: the options of `tfdist train` that all runs have.
+        trace: whether each cell has an extra run with a trace of some steps, whose times do not count.
+        train: options of `tfdist train` for all runs.
 
     Raises:
-        UsageError: a number that cannot be, or nothing to compare.
+        UsageError: a number is out of range, an input is unknown, or there is nothing to compare.
     """
 
     models: tuple[str, ...]
@@ -166,34 +167,36 @@ class Plan:
         for name, values in counts.items():
             for value in values:
                 if not isinstance(value, int) or value < 1:
-                    raise UsageError(f"`{name}` of the study is {value!r}", "give whole numbers from 1 on")
+                    raise UsageError(f"`{name}` of the study is {value!r}", "use positive whole numbers")
         for name in self.inputs:
             if name not in INPUTS:
                 raise UnknownNameError("input", name, INPUTS)
         if self.steps is not None and "limit" in self.train:
             raise UsageError(
-                "`steps` is set beside `limit`, which both say how many examples an epoch has", "leave one out"
+                "`steps` and `limit` are both set, and each determines the examples of an epoch",
+                "leave one of them out",
             )
 
     @property
     def rounds(self) -> list[tuple[int, int]]:
-        """The number and the seed of each round; in a round every cell is measured once."""
+        """The number and the seed of each round, which measures every cell once."""
         return list(enumerate(seed for _ in range(self.repeats) for seed in range(self.seeds)))
 
     def cells(self) -> list[Cell]:
-        """All cells, those of a case together."""
-        work = itertools.product(self.models, self.datasets, self.batch_sizes, self.inputs)
-        cases = list(itertools.starmap(Case, work))
+        """Returns all cells, grouped by case."""
         return [
-            self._cell(case, one, count) for case in cases for one in self.contestants for count in self._counts(one)
+            self._cell(Case(*case), contestant, workers)
+            for case in itertools.product(self.models, self.datasets, self.batch_sizes, self.inputs)
+            for contestant in self.contestants
+            for workers in self._worker_counts(contestant)
         ]
 
     def traced(self) -> list[Cell]:
-        """The cells that are run once more, with a trace."""
-        verdict = {REAL, SYNTHETIC} <= set(self.inputs)
-        return [cell for cell in self.cells() if self.trace or (verdict and cell.case.input == SYNTHETIC)]
+        """Returns the cells that have an extra run with a trace."""
+        has_verdicts = {REAL, SYNTHETIC} <= set(self.inputs)
+        return [cell for cell in self.cells() if self.trace or (has_verdicts and cell.case.input == SYNTHETIC)]
 
-    def _counts(self, contestant: Contestant) -> Sequence[int]:
+    def _worker_counts(self, contestant: Contestant) -> Sequence[int]:
         if contestant.strategy == "single":
             return (1,)
         return contestant.workers or self.workers
@@ -208,57 +211,59 @@ class Plan:
 
 
 def read(path: Path) -> dict[str, Any]:
-    """The fields of a `Plan` that the TOML file `path` sets.
+    """Reads the fields of a `Plan` that the TOML file `path` sets.
 
-    A strategy is a name, or a table with `strategy` and the other attributes of `Contestant`; `seeds` and the other
-    fields are as in `Plan`.
+    The entries are the attributes of `Plan`, with `strategies` instead of `contestants`: names, or tables with the
+    attributes of `Contestant`.
 
     Raises:
-        UsageError: the file cannot be read, or has an entry that a study does not have.
+        UsageError: the file cannot be read, or has an unknown entry.
     """
     try:
         entries = tomllib.loads(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"The study `{path}` cannot be read: {error}", "give a TOML file") from error
+        raise UsageError(f"The study `{path}` cannot be read: {error}", "name a TOML file") from error
     except tomllib.TOMLDecodeError as error:
-        raise UsageError(f"The study `{path}` is no TOML: {error}", "see docs/compare.md for an example") from error
+        raise UsageError(
+            f"The study `{path}` is not valid TOML: {error}", "see docs/compare.md for an example"
+        ) from error
     known = set(Plan.__dataclass_fields__) - {"contestants"} | {"strategies"}
     _refuse_unknown(path, "", entries, known)
-    found = {name: tuple(value) if isinstance(value, list) else value for name, value in entries.items()}
-    found["train"] = _train_options(path, "[train]", entries.get("train", {}))
-    if "strategies" in found:
-        found["contestants"] = tuple(_contestant(path, entry) for entry in found.pop("strategies"))
-    return found
+    fields = {name: tuple(value) if isinstance(value, list) else value for name, value in entries.items()}
+    fields["train"] = _train_options(path, "in [train]", entries.get("train", {}))
+    if "strategies" in fields:
+        fields["contestants"] = tuple(_contestant(path, entry) for entry in fields.pop("strategies"))
+    return fields
 
 
 def _contestant(path: Path, entry: Any) -> Contestant:
     if isinstance(entry, str):
         return Contestant(entry)
-    _refuse_unknown(path, "a strategy's ", entry, set(Contestant.__dataclass_fields__))
+    _refuse_unknown(path, "in a strategy: ", entry, set(Contestant.__dataclass_fields__))
     if "strategy" not in entry:
-        raise UsageError(f"In `{path}` a table of `strategies` has no `strategy`", 'write `strategy = "mirrored"`')
-    options = _train_options(path, "a strategy's `train`", entry.get("train", {}), of_strategy=True)
+        raise UsageError(f"In `{path}` a table in `strategies` has no `strategy`", 'add `strategy = "mirrored"`')
+    options = _train_options(path, "in a strategy's `train`", entry.get("train", {}), of_strategy=True)
     return Contestant(**{**entry, "workers": tuple(entry.get("workers", ())), "train": options})
 
 
 def _train_options(path: Path, where: str, options: Mapping[str, Any], of_strategy: bool = False) -> dict[str, Any]:
-    found = {name.replace("-", "_"): value for name, value in options.items()}
-    known = {*OF_TRAIN, *OF_A_STRATEGY} if of_strategy else set(OF_TRAIN)
-    _refuse_unknown(path, f"{where}: ", found, known)
-    return found
+    by_name = {name.replace("-", "_"): value for name, value in options.items()}
+    known = {*TRAIN_OPTIONS, *STRATEGY_OPTIONS} if of_strategy else set(TRAIN_OPTIONS)
+    _refuse_unknown(path, f"{where}: ", by_name, known)
+    return by_name
 
 
 def _refuse_unknown(path: Path, where: str, entries: Mapping[str, Any], known: set[str]) -> None:
     for name in entries:
         if name not in known:
-            raise UsageError(f"In `{path}`, {where}`{name}` is no entry", f"there are {', '.join(sorted(known))}")
+            raise UsageError(f"In `{path}`, {where}unknown entry `{name}`", f"use {', '.join(sorted(known))}")
 
 
 def as_options(values: Mapping[str, Any]) -> list[str]:
-    """The command-line options for values by name; a list repeats its option, `None` leaves it out."""
-    found = []
+    """Returns command-line options for values by name; a list repeats its option, and `None` leaves it out."""
+    options = []
     for name, value in values.items():
-        for one in value if isinstance(value, list | tuple) else [value]:
-            if one is not None:
-                found += [f"--{name.replace('_', '-')}", str(one)]
-    return found
+        for item in value if isinstance(value, list | tuple) else [value]:
+            if item is not None:
+                options += [f"--{name.replace('_', '-')}", str(item)]
+    return options

@@ -1,14 +1,14 @@
-"""What machines cost an hour: one number, or a file with a line for each kind of machine.
+"""Prices of machines per hour: a number, or a file with a line for each kind of machine.
 
-    # Dollars an hour; from the provider's price list of 2026-11-01.
+    # Dollars per hour; from the provider's price list of 2026-11-01.
     3.06   H100
     0.095  EPYC
 
-The first line whose text is in the name of a machine's GPU or processor has its price.
+A machine has the price of the first line whose text occurs in the name of its GPU or processor.
 
 Synopsis:
 
-    >>> Prices.parse("2.5").an_hour_of("any processor")
+    >>> Prices.parse("2.5").per_hour_of("any processor")
     2.5
 """
 
@@ -24,16 +24,16 @@ from tfdist.run.schema import Machine
 
 @dataclass(frozen=True)
 class Prices:
-    """Prices an hour, each with a text that the name of a machine contains; "" is in any name."""
+    """Prices per hour, each after a text to find in the name of a machine; "" matches any name."""
 
     lines: tuple[tuple[str, float], ...] = ()
 
     @classmethod
     def parse(cls, option: str) -> Prices:
-        """The prices that a number, or the file with that name, says.
+        """Parses a number, or the file with that name.
 
         Raises:
-            UsageError: it is neither, or a line of the file is not as described above.
+            UsageError: `option` is neither, or a line of the file is not valid.
         """
         number = _price(option)
         if number is not None:
@@ -42,34 +42,31 @@ class Prices:
             lines = Path(option).read_text(encoding="utf-8").splitlines()
         except (OSError, UnicodeDecodeError) as error:
             raise UsageError(
-                f"`--price` is `{option}`, which is neither a price an hour nor a file that can be read: {error}",
-                "give a number such as 0.095, or a file with a line `PRICE NAME` for each kind of machine",
+                f"`--price` is `{option}`, which is neither a price per hour nor a file that can be read: {error}",
+                "use a number such as 0.095, or a file with a line `PRICE NAME` for each kind of machine",
             ) from error
-        return cls(tuple(_line(option, number, line) for number, line in enumerate(lines, 1) if _says_something(line)))
+        numbered = [(number, line.strip()) for number, line in enumerate(lines, 1)]
+        return cls(tuple(_parse_line(option, *line) for line in numbered if line[1] and not line[1].startswith("#")))
 
-    def an_hour(self, machine: Machine) -> float | None:
-        """What a machine costs an hour; `None` if no line names it."""
-        return self.an_hour_of(" ".join([*machine.gpus, machine.cpu]))
+    def per_hour(self, machine: Machine) -> float | None:
+        """Returns the price of a machine per hour; `None` if no line matches it."""
+        return self.per_hour_of(" ".join([*machine.gpus, machine.cpu]))
 
-    def an_hour_of(self, name: str) -> float | None:
-        """The same for the names of its GPUs and its processor."""
+    def per_hour_of(self, name: str) -> float | None:
+        """Returns the price for the names of a machine's GPUs and processor; `None` if no line matches."""
         return next((price for text, price in self.lines if text.lower() in name.lower()), None)
 
 
 NO_PRICES = Prices()
 
 
-def _says_something(line: str) -> bool:
-    return bool(line.strip()) and not line.lstrip().startswith("#")
-
-
-def _line(path: str, number: int, line: str) -> tuple[str, float]:
-    first, _, name = line.strip().partition(" ")
+def _parse_line(path: str, number: int, line: str) -> tuple[str, float]:
+    first, _, name = line.partition(" ")
     price = _price(first)
     if price is None or not name.strip():
         raise UsageError(
-            f"Line {number} of the prices in `{path}` is `{line.strip()}`",
-            "write a price an hour and a part of the machine's name, such as `0.095 EPYC`",
+            f"Line {number} of the prices in `{path}` is `{line}`",
+            "write a price per hour and a part of the machine's name, such as `0.095 EPYC`",
         )
     return name.strip(), price
 

@@ -1,15 +1,14 @@
-"""How many times as fast a cell is as another, from runs of the same rounds.
+"""How many times as fast as another a cell is, from runs of the same rounds.
 
-A machine's speed drifts, so that times are compared within a round alone. Of the ratios' logarithms the median is
-taken, with an interval by the percentile bootstrap (Efron, 1979, Annals of Statistics 7), which takes the ratios with
-replacement again and again.
+A machine's speed drifts, so times are compared only within a round. The result is the median of the log ratios, with a
+percentile-bootstrap interval (Efron, 1979, Annals of Statistics 7), which resamples the ratios with replacement.
 
 Synopsis:
 
-    >>> found = of_rounds({0: 2.0, 1: 2.2, 2: 1.9}, {0: 1.0, 1: 1.0, 2: 1.0})
-    >>> found.median, found.rounds
+    >>> ratio = of_rounds({0: 2.0, 1: 2.2, 2: 1.9}, {0: 1.0, 1: 1.0, 2: 1.0})
+    >>> ratio.median, ratio.rounds
     (2.0, 3)
-    >>> found.text
+    >>> ratio.text
     '2.00 (1.90 to 2.20)'
     >>> of_rounds({0: 1.0, 1: 0.9}, {0: 0.9, 1: 1.0}).text
     'no difference (0.90 to 1.11)'
@@ -29,12 +28,12 @@ RESAMPLES = 9_999
 
 @dataclass(frozen=True)
 class Ratio:
-    """A median of ratios.
+    """The median of the ratios of several rounds.
 
     Attributes:
-        median: above 1 where the second cell is faster.
-        low, high: the interval; `None` with a single round.
-        rounds: how many ratios there are.
+        median: above 1 if the second cell is faster.
+        low, high: the confidence interval; `None` with a single round.
+        rounds: the number of ratios.
     """
 
     median: float
@@ -44,12 +43,12 @@ class Ratio:
 
     @property
     def is_difference(self) -> bool:
-        """Whether the interval leaves out 1."""
+        """Whether the interval excludes 1."""
         return self.low is not None and self.high is not None and not self.low <= 1 <= self.high
 
     @property
     def text(self) -> str:
-        """For a table."""
+        """The text for a table."""
         if self.low is None or self.high is None:
             return f"{self.median:.2f} (one round)"
         interval = f"({self.low:.2f} to {self.high:.2f})"
@@ -57,11 +56,11 @@ class Ratio:
 
 
 def of_rounds(base: Mapping[object, float], other: Mapping[object, float]) -> Ratio | None:
-    """The ratio of seconds, `base` / `other`, each by round; `None` if no round has both.
+    """Returns the ratio of seconds, `base` / `other`; `None` if no round has both.
 
     Args:
-        base: seconds of the cell that is compared with.
-        other: seconds of the cell that is judged.
+        base: seconds of the base cell, by round.
+        other: seconds of the other cell, by round.
     """
     logarithms = np.array([math.log(base[key] / other[key]) for key in base if key in other])
     if not len(logarithms):
@@ -74,7 +73,7 @@ def of_rounds(base: Mapping[object, float], other: Mapping[object, float]) -> Ra
 
 
 def _interval(values: np.ndarray) -> np.ndarray:
-    """The percentile bootstrap's interval of the median of `values`, `[n]`."""
-    drawn = np.random.default_rng(0).choice(values, (RESAMPLES, len(values)))
-    tails = (1 - CONFIDENCE) / 2
-    return np.quantile(np.median(drawn, axis=1), [tails, 1 - tails])
+    """Returns the percentile-bootstrap interval of the median of `values`, `[n]`."""
+    resampled = np.random.default_rng(0).choice(values, (RESAMPLES, len(values)))
+    tail = (1 - CONFIDENCE) / 2
+    return np.quantile(np.median(resampled, axis=1), [tail, 1 - tail])

@@ -1,13 +1,13 @@
-"""The runs below some folders, each with its record and what was measured of it.
+"""The runs below given folders, each with its record and its measurement.
 
-A run that `compare` has not made is taken for a round of its own of a study of its own: nothing is known of what ran
-beside it.
+A run that `compare` has not made counts as the only round of a separate study, since the conditions of its measurement
+are unknown.
 """
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,16 +23,16 @@ from tfdist.study.plan import Case, Cell
 
 @dataclass(frozen=True)
 class Run:
-    """One run.
+    """A run.
 
     Attributes:
-        cell: what was run.
-        study: of which study; "" for a run that was made alone.
-        round: the number of its round there.
+        cell: the cell that was run.
+        study: the study that the run belongs to; "" for a run that `compare` has not made.
+        round: the number of its round in the study.
         seed: its seed.
-        folder: where it is.
-        record: its `run.json`; `None` if it failed before there was one.
-        measured: what `compare` measured; `None` for a run that was made alone.
+        folder: its folder.
+        record: its `run.json`; `None` if it failed before writing one.
+        measured: what `compare` measured; `None` for a run that `compare` has not made.
     """
 
     cell: Cell
@@ -45,60 +45,59 @@ class Run:
 
     @property
     def traced(self) -> bool:
-        """Whether steps were traced, so that its times do not count; of a study, not of a run that was made alone."""
+        """Whether `compare` had its steps traced, so that its times do not count."""
         return self.measured is not None and self.measured.traced
 
     @property
     def occasion(self) -> tuple[str, int, str]:
-        """What it shares with the runs that its times are compared with: study, round and kind of machine."""
+        """The study, the round and the kind of machine: only runs with the same occasion have comparable times."""
         return self.study, self.round, "" if self.record is None else self.record.machine.cpu
 
     @property
     def error(self) -> str:
-        """Why it failed; "" if it did not."""
+        """Why the run failed; "" if it did not."""
         if self.measured is not None and self.measured.exit_code:
             return self.measured.error or f"exit code {self.measured.exit_code}"
         if self.record is None:
-            return "there is no record"
+            return "the run has no record"
         return "" if self.record.status in ("completed", "stopped") else self.record.reason or self.record.status
 
     @property
-    def begun(self) -> str:
-        """When it was begun, ISO 8601."""
+    def started(self) -> str:
+        """When the run was started, ISO 8601; "" if unknown."""
         if self.measured is not None:
             return self.measured.started
         return "" if self.record is None else self.record.started.isoformat()
 
     @property
     def cause(self) -> str:
-        """The line of `error` that tells most."""
+        """The most informative line of `error`."""
         return terminal.cause(self.error)
 
     @property
     def epochs(self) -> list[EpochRecord]:
-        """The epochs that were trained."""
         return [] if self.record is None else self.record.epochs
 
     @property
     def later_epochs(self) -> list[EpochRecord]:
-        """Those after the first one, which traces and warms up; the first one if there is no other."""
+        """The epochs after the first, which traces and warms up; the first if it is the only epoch."""
         return self.epochs[1:] or self.epochs
 
     @property
     def epoch_seconds(self) -> float | None:
-        """Training seconds of a later epoch, the median."""
-        return _median(epoch.train_seconds for epoch in self.later_epochs)
+        """The median training time of the later epochs."""
+        return median(epoch.train_seconds for epoch in self.later_epochs)
 
     @property
     def warm_up_seconds(self) -> float | None:
-        """What the first epoch takes longer than later ones: tracing, and what is read or compiled once."""
+        """The additional time of the first epoch, for tracing, compiling and initial reads."""
         if len(self.epochs) < 2 or self.epochs[0].train_seconds is None or self.epoch_seconds is None:
             return None
         return max(0.0, self.epochs[0].train_seconds - self.epoch_seconds)
 
     @property
     def reached(self) -> bool | None:
-        """Whether it reached its target; `None` if it had none."""
+        """Whether the run reached its target; `None` without a target."""
         target = None if self.record is None else self.record.time_to_target
         return None if target is None else target.epoch is not None
 
@@ -110,47 +109,46 @@ class Run:
 
     @property
     def seconds_to_target(self) -> float | None:
-        """Wall time from the first touch of data to the end of that epoch, evaluation included (MLPerf's clock)."""
-        epoch = self.epochs_to_target
-        found = [one.elapsed_seconds for one in self.epochs if one.epoch == epoch]
-        return found[0] if found else None
+        """Wall time from the first access to data to the end of that epoch, with evaluation (MLPerf's clock)."""
+        target = self.epochs_to_target
+        return next((epoch.elapsed_seconds for epoch in self.epochs if epoch.epoch == target), None)
 
     def last(self, metric: str) -> float | None:
-        """A metric of the last epoch."""
+        """Returns a metric of the last epoch."""
         return self.epochs[-1].metrics.get(metric) if self.epochs else None
 
 
 def load(folders: Iterable[Path]) -> list[Run]:
-    """The runs below `folders`, in the order in which they were begun.
+    """Reads the runs below `folders`, in the order in which they were started.
 
     Raises:
-        RunFolderError: a folder has none, or one of their files cannot be read.
+        RunFolderError: a folder has no run, or a file cannot be read.
     """
-    found: dict[Path, Run] = {}
+    runs: dict[Path, Run] = {}
     for folder in folders:
-        places = {path.parent for name in (MEASURED, "run.json") for path in Path(folder).rglob(name)}
-        if not places:
+        run_folders = {path.parent for name in (MEASURED, "run.json") for path in Path(folder).rglob(name)}
+        if not run_folders:
             raise RunFolderError(
                 f"`{folder}` has no run: there is neither a `{MEASURED}` nor a `run.json` below it",
                 "name folders of runs, or of studies that `tfdist compare` has made",
             )
-        for place in sorted(places):
-            found[place.resolve()] = _load(place)
-    return sorted(found.values(), key=lambda run: run.begun)
+        for run_folder in sorted(run_folders):
+            runs[run_folder.resolve()] = _load(run_folder)
+    return sorted(runs.values(), key=lambda run: run.started)
 
 
 def _load(folder: Path) -> Run:
     measured = _measured(folder / MEASURED)
-    if measured is None:
-        record = load_record(folder)
-        return Run(_cell_of(record), "", 0, record.seed, folder, record, None)
+    record: RunRecord | None = None
     try:
-        record_or_none = load_record(folder)
+        record = load_record(folder)
     except RunFolderError:
-        if measured.exit_code == 0:
+        if measured is None or measured.exit_code == 0:
             raise
-        record_or_none = None
-    return Run(measured.cell, measured.study, measured.round, measured.seed, folder, record_or_none, measured)
+    if measured is not None:
+        return Run(measured.cell, measured.study, measured.round, measured.seed, folder, record, measured)
+    assert record is not None
+    return Run(_cell_of(record), "", 0, record.seed, folder, record, None)
 
 
 def _measured(path: Path) -> Measured | None:
@@ -161,18 +159,19 @@ def _measured(path: Path) -> Measured | None:
     except (OSError, UnicodeDecodeError, ValidationError) as error:
         raise RunFolderError(
             f"`{path}` is not what `tfdist compare` writes: {str(error).splitlines()[0]}",
-            "remove the file, or read it with the tfdist that wrote it",
+            "remove the file, or read it with the version of tfdist that has written it",
         ) from error
 
 
 def _cell_of(record: RunRecord) -> Cell:
-    """The cell of a run that was made alone."""
+    """The cell of a run that `compare` has not made."""
     name = record.strategy.name
     workers = record.world.world_size if record.world.world_size > 1 else record.strategy.replicas
     case = Case(record.model.name, record.dataset.name, record.global_batch_size, record.dataset.input)
     return Cell(case, name, 1 if name == "single" else workers, name)
 
 
-def _median(values: Iterable[float | None]) -> float | None:
-    there: Sequence[float] = [value for value in values if value is not None]
-    return statistics.median(there) if there else None
+def median(values: Iterable[float | None]) -> float | None:
+    """Returns the median of the values that are not `None`; `None` without any."""
+    known = [value for value in values if value is not None]
+    return statistics.median(known) if known else None

@@ -1,4 +1,4 @@
-"""Shows the page of a report in a browser on this machine, without the file's folder being open to anyone.
+"""Serves the page of a report to browsers on this machine, and nothing else from its folder.
 
 Synopsis:
 
@@ -22,14 +22,14 @@ HOST = "127.0.0.1"
 
 @contextmanager
 def serving(html: str, port: int = 0) -> Iterator[ThreadingHTTPServer]:
-    """Answers requests for the page, in a thread, until the block ends.
+    """Serves the page from a thread until the context ends.
 
     Args:
         html: the page.
-        port: on which; 0 takes a free one.
+        port: the port to listen on; 0 for any free port.
 
     Raises:
-        UsageError: the port is taken, or cannot be used.
+        UsageError: the port is in use, or not valid.
     """
     page = html.encode()
 
@@ -45,7 +45,7 @@ def serving(html: str, port: int = 0) -> Iterator[ThreadingHTTPServer]:
             self.wfile.write(page)
 
         def log_message(self, *_: object) -> None:
-            """Requests are not worth a line each."""
+            """Does not log requests."""
 
     try:
         server = ThreadingHTTPServer((HOST, port), Handler)
@@ -60,5 +60,5 @@ def serving(html: str, port: int = 0) -> Iterator[ThreadingHTTPServer]:
 
 
 def address(server: ThreadingHTTPServer) -> str:
-    """Where a browser on this machine finds it."""
+    """Returns the URL of the page."""
     return f"http://{HOST}:{server.server_port}/"

@@ -1,6 +1,6 @@
-"""What the runs of a case say, in words and numbers: for the report in Markdown, the page, and the terminal.
+"""The results in sentences and tables, for the Markdown report, the page, and the terminal.
 
-Texts have names in backticks, and what users have named as it is: who writes them to a file escapes them.
+Texts have names in backticks. They are not escaped, although names may come from users: the caller has to escape them.
 """
 
 from __future__ import annotations
@@ -18,23 +18,23 @@ from tfdist.study.runs import Run
 from tfdist.study.verdicts import Verdict
 from tfdist.terminal import counted
 
-MARK = "≠"  # before what is not equal work, or did not learn
+MARK = "≠"  # precedes rows with unequal work or without learning
 
 
 @dataclass(frozen=True)
 class Table:
-    """Headings, and the rows below them; the first column names the row."""
+    """Headings and rows; the first column has the name of the row."""
 
     headings: list[str]
     rows: list[list[str]]
 
 
 def marked_name(row: Row) -> str:
-    """The name of a row's cell, with the mark if its work is not equal or it did not learn."""
+    """Returns the name of a row's cell, with the mark if its work is not equal or it did not learn."""
     return f"{MARK} {row.cell.name}" if row.marks else row.cell.name
 
 
-# The columns of the table: a heading, and the text of a row; a column that no row has anything for is left out.
+# The columns of the table: a heading, and the text for a row. Empty columns are left out.
 _COLUMNS: dict[str, Callable[[Row], str]] = {
     "strategy": marked_name,
     "times as fast": lambda row: "1 (base)" if row.is_base else "" if row.speed is None else row.speed.text,
@@ -55,8 +55,8 @@ _COLUMNS: dict[str, Callable[[Row], str]] = {
     "GPU memory, MiB": lambda row: mebibytes(row.peak_gpu_memory_bytes),
     "GPU memory in use, MiB": lambda row: mebibytes(row.gpu_memory_in_use_bytes),
     "GPUs busy": lambda row: "" if row.gpus_busy is None else f"{row.gpus_busy:.2f}",
-    "processor s": lambda row: seconds(row.cpu_seconds),
-    "sent a step, KiB": lambda row: "" if (sent := row.network_bytes_a_step) is None else f"{sent / 2**10:,.0f}",
+    "CPU time, s": lambda row: seconds(row.cpu_seconds),
+    "sent per step, KiB": lambda row: "" if (sent := row.network_bytes_per_step) is None else f"{sent / 2**10:,.0f}",
     "step: compute, communication, input, waiting": lambda row: " ".join(map(percent, row.breakdown.values())),
     "staleness": lambda row: number(row.staleness),
     "price": lambda row: "" if row.price is None else f"{row.price:.4g}",
@@ -65,40 +65,40 @@ _COLUMNS: dict[str, Callable[[Row], str]] = {
 
 
 def headline(comparisons: Sequence[Comparison]) -> str:
-    """What came out of all cases, in one sentence; those with another input than real are there for comparison."""
-    comparisons = [one for one in comparisons if one.case.input == REAL] or comparisons
+    """Returns the result of all cases in a sentence; cases with other than real input count only if all are such."""
+    comparisons = [comparison for comparison in comparisons if comparison.case.input == REAL] or comparisons
     if len(comparisons) == 1:
         return answer(comparisons[0])
     winners = [row for row in map(_winner, comparisons) if row is not None]
     if not winners:
-        return f"In none of {len(comparisons)} cases is a strategy faster than what it is compared with."
+        return f"In none of {len(comparisons)} cases is a strategy faster than its base of comparison."
     wins = Counter(row.cell.name for row in winners).most_common()
-    first, *others = (f"{_code(name)} is fastest in {count}" for name, count in wins)
-    rest = len(comparisons) - len(winners)
-    parts = [f"Of {len(comparisons)} cases, {first}", *others, *([f"in {rest} no strategy is"] if rest else [])]
-    return f"{', '.join(parts)}.{_by_design(winners)}"
+    parts = [f"{_code(name)} is fastest in {count}" for name, count in wins]
+    undecided = len(comparisons) - len(winners)
+    if undecided:
+        parts.append(f"in {undecided} no strategy is")
+    return f"Of {len(comparisons)} cases, {', '.join(parts)}.{_caveat(winners)}"
 
 
 def answer(comparison: Comparison) -> str:
-    """What came out, in one sentence."""
+    """Returns the result of a case in a sentence."""
     fastest, base, title = comparison.fastest, comparison.base, comparison.case.title
     if fastest is None:
-        return f"{title}: no run did equal work and ended well, so that nothing can be said."
+        return f"{title}: no conclusion, because no run did equal work and ended well."
     if fastest.is_base:
         return f"{title}: nothing is faster than {_code(base.cell.name)}."
     speed = fastest.speed
     if speed is None or not speed.is_difference:
-        than = f"{_code(base.cell.name)} by more than the runs differ among themselves"
-        return f"{title}: no strategy is faster than {than}."
-    said = f"{title}: {_code(fastest.cell.name)} is fastest, {speed.text} times as fast as {_code(base.cell.name)}."
-    return said + _by_design([fastest])
+        return f"{title}: no strategy is faster than {_code(base.cell.name)} by more than runs vary among themselves."
+    text = f"{title}: {_code(fastest.cell.name)} is fastest, {speed.text} times as fast as {_code(base.cell.name)}."
+    return text + _caveat([fastest])
 
 
-def _by_design(rows: Iterable[Row]) -> str:
-    """A sentence on those that compute something else than one device."""
+def _caveat(rows: Iterable[Row]) -> str:
+    """A sentence about the rows whose strategy does not compute the same as one device."""
     asynchronous = (row.cell.name for row in rows if strategies.traits(row.cell.strategy).asynchronous)
     names = " and ".join(map(_code, dict.fromkeys(asynchronous)))
-    return f" The steps of {names} are not those of one device, by design: compare losses too." if names else ""
+    return f" By design, the steps of {names} differ from those of one device: compare losses too." if names else ""
 
 
 def _winner(comparison: Comparison) -> Row | None:
@@ -107,88 +107,86 @@ def _winner(comparison: Comparison) -> Row | None:
 
 
 def figures(comparison: Comparison) -> Table:
-    """The figures of a case."""
-    cells = {name: [text(row) for row in comparison.rows] for name, text in _COLUMNS.items()}
-    there = {name: column for name, column in cells.items() if any(column)}
-    return Table(list(there), [list(row) for row in zip(*there.values(), strict=True)])
+    """Returns the figures of a case."""
+    columns = {name: [text(row) for row in comparison.rows] for name, text in _COLUMNS.items()}
+    return _without_empty_columns(list(columns), list(zip(*columns.values(), strict=True)))
 
 
-def bounds(found: Sequence[Verdict]) -> Table:
-    """What bounds the training, a row for each verdict."""
+def bounds(verdicts: Sequence[Verdict]) -> Table:
+    """Returns what bounds the training, with a row for each verdict."""
     kinds = ("input", "compute", "communication", "waiting")
-    rows = [
-        [
-            f"{MARK} {_verdict_name(one)}" if one.unequal else _verdict_name(one),
-            {"waiting": "waiting (latency)", "": "not known"}.get(one.bound, one.bound),
-            one.synthetic.text,
-            "" if one.cached is None else one.cached.text,
-            *(percent(one.shares.get(kind)) for kind in kinds),
+    rows = []
+    for verdict in verdicts:
+        name = f"{verdict.cell.name}, {verdict.cell.case.title}"
+        row = [
+            f"{MARK} {name}" if verdict.unequal else name,
+            {"waiting": "waiting (latency)", "": "not known"}.get(verdict.bound, verdict.bound),
+            verdict.synthetic.text,
+            "" if verdict.cached is None else verdict.cached.text,
+            *(percent(verdict.shares.get(kind)) for kind in kinds),
         ]
-        for one in found
-    ]
+        rows.append(row)
     headings = ["training", "bound by", "times as fast with synthetic input", "with cached input", *kinds]
-    there = [index for index, column in enumerate(zip(*rows, strict=True)) if any(column)]
-    return Table([headings[index] for index in there], [[row[index] for index in there] for row in rows])
+    return _without_empty_columns(headings, rows)
 
 
-def verdicts(found: Sequence[Verdict]) -> list[str]:
-    """What bounds the training and what to do about it, a line for each verdict."""
-    return [f"{_code(one.cell.name)}, {one.cell.case.title}: {one.advice}" for one in found]
+def _without_empty_columns(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
+    kept = [index for index, column in enumerate(zip(*rows, strict=True)) if any(column)]
+    return Table([headings[index] for index in kept], [[row[index] for index in kept] for row in rows])
 
 
-def _verdict_name(found: Verdict) -> str:
-    return f"{found.cell.name}, {found.cell.case.title}"
+def verdicts(verdicts: Sequence[Verdict]) -> list[str]:
+    """Returns what bounds the training and what to do about it, a line for each verdict."""
+    return [f"{_code(verdict.cell.name)}, {verdict.cell.case.title}: {verdict.advice}" for verdict in verdicts]
 
 
 def checks(comparison: Comparison) -> Table:
-    """What makes the work of the cells equal, with the mark where it is not."""
+    """Returns the values that show equal work, with the mark before each unequal value."""
     rows = [
         [
             marked_name(row),
-            *(_checked(row, name) for name in work.FACTS),
-            _beside(row, "unequal loss", number(row.loss)),
+            *(_marked_value(row, f"unequal {name}:", _fact(row, name)) for name in work.FACTS),
+            _marked_value(row, "unequal loss", number(row.loss)),
             f"{MARK} no" if any(mark.startswith("did not learn") for mark in row.marks) else "yes",
         ]
         for row in comparison.rows
         if row.good
     ]
-    return Table(["strategy", *work.FACTS, "last loss", "learnt"], rows)
+    return Table(["strategy", *work.FACTS, "last loss", "learned"], rows)
 
 
-def _checked(row: Row, name: str) -> str:
-    """The value of a fact in the runs of a cell; those of several seeds have several initial weights."""
+def _fact(row: Row, name: str) -> str:
+    """A fact about the runs of a cell, whose values may differ: with several seeds, initial weights do."""
     records = (run.record for run in row.good if run.record is not None)
-    values = list(dict.fromkeys(work.shown(work.FACTS[name](record)) for record in records))
-    value = values[0] if len(values) == 1 else f"{len(values)} values"
-    return _beside(row, f"unequal {name}:", value)
+    values = list(dict.fromkeys(work.formatted(work.FACTS[name](record)) for record in records))
+    return values[0] if len(values) == 1 else f"{len(values)} values"
 
 
-def _beside(row: Row, beginning: str, value: str) -> str:
-    """`value`, with the mark before it if a mark of the row begins so."""
+def _marked_value(row: Row, beginning: str, value: str) -> str:
+    """The value, preceded by the mark if a mark of the row begins with `beginning`."""
     return f"{MARK} {value}" if any(mark.startswith(beginning) for mark in row.marks) else value
 
 
 def notes(comparison: Comparison) -> list[str]:
-    """What is unequal, what did not learn, and what failed, a line for each."""
-    found = [f"{MARK} {_code(row.cell.name)}: {mark}" for row in comparison.rows for mark in row.marks]
+    """Returns a line about each unequal value, each cell that did not learn, and each cell with failed runs."""
+    lines = [f"{MARK} {_code(row.cell.name)}: {mark}" for row in comparison.rows for mark in row.marks]
     for row in comparison.rows:
-        failed = failures(row)
-        if failed:
-            found.append(f"{_code(row.cell.name)} failed in {len(failed)} of {len(row.runs)} runs: {failed[-1].cause}")
-    return found
+        if failed := failures(row):
+            lines.append(f"{_code(row.cell.name)} failed in {len(failed)} of {len(row.runs)} runs: {failed[-1].cause}")
+    return lines
 
 
 def failures(row: Row) -> list[Run]:
-    """The runs of a cell that failed."""
+    """Returns the failed runs of a cell."""
     return [run for run in row.runs if run.error]
 
 
 def extent(comparisons: Sequence[Comparison]) -> str:
-    """How much was measured, such as `21 runs of 7 strategies in 3 rounds, 2026-11-25`."""
-    rows = [row for one in comparisons for row in one.rows]
+    """Returns the size of the measurement, such as `21 runs of 7 strategies in 3 rounds, 2026-11-25`."""
+    rows = [row for comparison in comparisons for row in comparison.rows]
     runs = [run for row in rows for run in row.runs]
     rounds = {(run.study, run.round) for run in runs if run.study}
-    days = sorted({run.begun[:10] for run in runs})
+    days = sorted({run.started[:10] for run in runs})
     names = {row.cell.name for row in rows}
     text = f"{counted(len(runs), 'run')} of {len(names)} {'strategy' if len(names) == 1 else 'strategies'}"
     text += f" in {counted(len(rounds), 'round')}" if rounds else ""
@@ -196,19 +194,22 @@ def extent(comparisons: Sequence[Comparison]) -> str:
 
 
 def machines(comparisons: Iterable[Comparison]) -> list[str]:
-    """The machines and versions of the runs, each once."""
-    records = [run.record for one in comparisons for row in one.rows for run in row.runs if run.record is not None]
-    found = dict.fromkeys(
-        f"{one.machine.cpu}, {one.machine.cores} cores, {one.machine.memory_bytes / 2**30:.0f} GiB, "
-        f"{', '.join(one.machine.gpus) or 'no GPU'}; Python {one.versions.python}, tfdist {one.versions.tfdist}, "
-        f"TensorFlow {one.versions.tensorflow}, Keras {one.versions.keras}"
-        for one in records
-    )
-    return list(found)
+    """Returns the distinct machines and versions of the runs."""
+    runs = [run for comparison in comparisons for row in comparison.rows for run in row.runs]
+    lines = {}
+    for record in [run.record for run in runs if run.record is not None]:
+        machine, versions = record.machine, record.versions
+        line = (
+            f"{machine.cpu}, {machine.cores} cores, {machine.memory_bytes / 2**30:.0f} GiB, "
+            f"{', '.join(machine.gpus) or 'no GPU'}; Python {versions.python}, tfdist {versions.tfdist}, "
+            f"TensorFlow {versions.tensorflow}, Keras {versions.keras}"
+        )
+        lines[line] = True
+    return list(lines)
 
 
 def commands(comparison: Comparison) -> dict[str, str]:
-    """For each cell the command of its first run."""
+    """Returns the command of the first run of each cell, by the name of the cell."""
     return {row.cell.name: _command(row.runs[0]) for row in comparison.rows}
 
 
@@ -223,22 +224,22 @@ def _code(name: str) -> str:
 
 
 def number(value: float | None) -> str:
-    """Three digits or more."""
+    """Formats a number with at least three digits."""
     if value is None:
         return ""
     return f"{value:,.0f}" if abs(value) >= 100 or value == int(value) else f"{value:.3g}"
 
 
 def seconds(value: float | None) -> str:
-    """Two decimals, or three digits."""
+    """Formats seconds with two decimals, or three digits."""
     return "" if value is None else f"{value:.2f}" if value >= 1 else f"{value:.3g}"
 
 
 def percent(value: float | None) -> str:
-    """A share."""
+    """Formats a share as a percentage."""
     return "" if value is None else f"{value:.0%}"
 
 
 def mebibytes(value: float | None) -> str:
-    """A number of bytes."""
+    """Formats a number of bytes in MiB."""
     return "" if value is None else f"{value / 2**20:,.0f}"

@@ -1,4 +1,4 @@
-"""The report of a study in Markdown."""
+"""The report in Markdown."""
 
 from __future__ import annotations
 
@@ -10,29 +10,28 @@ from tfdist.study.results import Comparison
 
 
 def report(comparisons: Sequence[Comparison], picture: str = "") -> str:
-    """The whole report.
+    """Returns the report.
 
     Args:
-        comparisons: one for each case.
-        picture: the name of a file with the picture of the answer, beside the report; "" for none.
+        comparisons: the comparison of each case.
+        picture: the file name of the picture with the result, in the folder of the report; "" for no picture.
     """
     parts = ["# Comparison of strategies"]
     parts += [_escaped(summary.headline(comparisons))] if len(comparisons) > 1 else []
     parts += [f"![Times as fast, by strategy]({picture})"] if picture else []
-    found = verdicts.of(comparisons)
-    if found:
-        lines = [f"- {_escaped(line)}" for line in summary.verdicts(found)]
-        parts += ["## What bounds the training", _markdown(summary.bounds(found)), "\n".join(lines)]
-    for one in comparisons:
-        parts += [f"## {_escaped(one.case.title)}", _escaped(summary.answer(one)), table(one)]
-        notes = [f"- {_escaped(note)}" for note in summary.notes(one)]
+    if bounds := verdicts.of(comparisons):
+        lines = [f"- {_escaped(line)}" for line in summary.verdicts(bounds)]
+        parts += ["## What bounds the training", _markdown(summary.bounds(bounds)), "\n".join(lines)]
+    for comparison in comparisons:
+        parts += [f"## {_escaped(comparison.case.title)}", _escaped(summary.answer(comparison)), table(comparison)]
+        notes = [f"- {_escaped(note)}" for note in summary.notes(comparison)]
         parts += ["\n".join(notes)] if notes else []
-        parts += ["### Equal work", _markdown(summary.checks(one)), _conditions(one)]
+        parts += ["### Equal work", _markdown(summary.checks(comparison)), _conditions(comparison)]
     return "\n\n".join(parts) + "\n"
 
 
 def table(comparison: Comparison) -> str:
-    """The figures of a case, as a table of Markdown."""
+    """Returns the figures of a case as a Markdown table."""
     return _markdown(summary.figures(comparison))
 
 
@@ -42,7 +41,7 @@ def _markdown(table: summary.Table) -> str:
 
 
 def _conditions(comparison: Comparison) -> str:
-    """Machines, versions and commands."""
+    """The section on machines, versions and commands."""
     lines = ["### Machines, versions, commands", ""]
     lines += [f"- {_escaped(machine)}" for machine in summary.machines([comparison])]
     for name, command in summary.commands(comparison).items():
@@ -51,11 +50,11 @@ def _conditions(comparison: Comparison) -> str:
 
 
 def _escaped(text: str) -> str:
-    """Without what Markdown or HTML would take for its own; names in backticks stay as they are."""
+    """Escapes the syntax of Markdown and HTML, except in names in backticks."""
     parts = re.split(r"(`[^`]*`)", _one_line(text))
     plain = (re.sub(r"[\\*\[\]|]", r"\\\g<0>", part.replace("&", "&amp;").replace("<", "&lt;")) for part in parts[::2])
     names = (part.replace("|", r"\|") for part in [*parts[1::2], ""])
-    return "".join(piece for pair in zip(plain, names, strict=True) for piece in pair)
+    return "".join(part for pair in zip(plain, names, strict=True) for part in pair)
 
 
 def _one_line(text: str) -> str:

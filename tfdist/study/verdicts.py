@@ -1,21 +1,21 @@
-"""What bounds the training of a cell: input, compute, communication or latency, by runs that differ in input alone.
+"""What bounds the training of a cell (input, compute, communication or latency), from runs that differ only in input.
 
     real         the dataset as it is
-    cached       its examples in memory       as much faster as reading and decoding cost
-    synthetic    one batch in memory, again   as much faster as all of input costs
-                 and again
+    cached       its examples in memory       faster by the cost of reading and decoding
+    synthetic    the same batch in memory     faster by the cost of all input
+                 for every step
 
-How much faster follows from the epochs of a round, with an interval; if that holds 1, input costs nothing. Of the time
-that is left, a trace of steps with synthetic input tells what computes and what is exchanged; the rest is waiting, or
-latency. The largest part is what bounds the training, as in `tfdist.profiling.bounds`.
+The speed ratios come from epochs of the same round, with an interval; if the interval includes 1, input costs nothing.
+In the remaining time, a trace of steps with synthetic input separates compute from communication; the rest is waiting,
+that is, latency. The largest part bounds the training, as in `tfdist.profiling.bounds`.
 
 Synopsis:
 
     >>> parts = {"compute": 0.9, "communication": 0.0, "waiting": 0.1}
-    >>> one = Verdict(None, ratios.Ratio(2.5, 2.4, 2.6, rounds=5), None, parts)
-    >>> {kind: round(share, 2) for kind, share in one.shares.items()}
+    >>> verdict = Verdict(None, ratios.Ratio(2.5, 2.4, 2.6, rounds=5), None, parts)
+    >>> {kind: round(share, 2) for kind, share in verdict.shares.items()}
     {'compute': 0.36, 'communication': 0.0, 'input': 0.6, 'waiting': 0.04}
-    >>> one.bound
+    >>> verdict.bound
     'input'
 """
 
@@ -37,12 +37,13 @@ class Verdict:
     """What bounds the training of a cell.
 
     Attributes:
-        cell: with real input.
+        cell: the cell with real input.
         synthetic: how many times as fast an epoch is with synthetic input.
-        cached: the same with cached input; `None` if it was not measured.
-        parts: of a step with synthetic input, 0 to 1: "compute", "communication" and "waiting"; empty if no
-            trace tells them.
-        unequal: what else is different with synthetic input, as short phrases; nothing follows from the times then.
+        cached: how many times as fast it is with cached input; `None` if this was not measured.
+        parts: the shares of "compute", "communication" and "waiting" in a step with synthetic input, 0 to 1; empty
+            without a trace.
+        unequal: further differences of the runs with synthetic input, as short phrases; with any, the times show
+            nothing.
     """
 
     cell: Cell
@@ -53,60 +54,58 @@ class Verdict:
 
     @property
     def is_known(self) -> bool:
-        """Whether the runs tell what input costs."""
+        """Whether the runs show the cost of input."""
         return self.synthetic.low is not None and not self.unequal
 
     @property
     def input_share(self) -> float:
-        """The part of an epoch that input costs, 0 to 1."""
-        return _saved(self.synthetic)
+        """The share of input in an epoch, 0 to 1."""
+        return _saved_share(self.synthetic)
 
     @property
     def shares(self) -> dict[str, float]:
-        """The parts of an epoch, by the kinds of `tfdist.profiling.breakdown`; empty if the runs do not tell them."""
+        """The share of each kind of `tfdist.profiling.breakdown` in an epoch; empty if the runs do not show them."""
         if not self.is_known or not self.parts:
             return {}
-        found = {kind: (1 - self.input_share) * share for kind, share in self.parts.items()}
-        return {kind: found.get(kind, self.input_share) for kind in bounds.FIRST_TO_TRY}
+        shares = {kind: (1 - self.input_share) * share for kind, share in self.parts.items()}
+        return {kind: shares.get(kind, self.input_share) for kind in bounds.FIRST_TO_TRY}
 
     @property
     def bound(self) -> str:
-        """The kind of the largest part; "" if the runs do not tell."""
+        """The kind with the largest share; "" if the runs do not show it."""
         if self.shares:
             return bounds.bound_of(self.shares)
-        return "input" if self.is_known and self.input_share > 0.5 else ""  # whatever the rest is
+        return "input" if self.is_known and self.input_share > 0.5 else ""  # without the other shares
 
     @property
     def advice(self) -> str:
-        """What bounds the training and what to do about it, as sentences."""
+        """Sentences on what bounds the training, and what to do about it."""
         if self.unequal:
-            return f"Nothing follows, because the work is not that with synthetic input: {'; '.join(self.unequal)}."
+            return f"Nothing follows, because synthetic input changes the work: {'; '.join(self.unequal)}."
         if not self.is_known:
-            return "One round does not tell what input costs. Measure more of them with `--repeats`."
-        told = f"{self._of_bound} With synthetic input an epoch is {_times(self.synthetic)}."
-        if self.cached is None or not self.input_share:
-            return told
-        found = f"{told} With examples held in memory it is {_times(self.cached)}"
-        return f"{found}." if _saved(self.cached) else f"{found}: augmenting and handing over batches takes the time."
-
-    @property
-    def _of_bound(self) -> str:
+            return "A single round does not show the cost of input. Measure more rounds with `--repeats`."
         if self.bound:
-            return bounds.advice(self.shares or {self.bound: self.input_share}).replace("\n", " ")
-        return (
-            f"Input takes {self.input_share:.0%} of an epoch, and no trace tells whether the rest is compute, "
-            "communication or latency."
-        )
+            text = bounds.advice(self.shares or {self.bound: self.input_share}).replace("\n", " ")
+        else:
+            text = (
+                f"Input takes {self.input_share:.0%} of an epoch; without a trace, it is unknown whether the rest is "
+                "compute, communication or latency."
+            )
+        text += f" With synthetic input an epoch is {_times_as_fast(self.synthetic)}."
+        if self.cached is None or not self.input_share:
+            return text
+        text += f" With examples in memory it is {_times_as_fast(self.cached)}"
+        return f"{text}." if _saved_share(self.cached) else f"{text}: augmentation and batch transfer take the time."
 
 
 def of(comparisons: Sequence[Comparison]) -> list[Verdict]:
-    """The verdicts on the cells that were measured with real and with synthetic input."""
+    """Returns a verdict for each cell that was measured with real and with synthetic input."""
     by_cell: dict[Cell, dict[str, Row]] = {}
-    for row in (row for one in comparisons for row in one.rows):
+    for row in (row for comparison in comparisons for row in comparison.rows):
         cell = replace(row.cell, case=replace(row.cell.case, input=REAL))
         by_cell.setdefault(cell, {})[row.cell.case.input] = row
-    found = [_verdict(cell, rows) for cell, rows in by_cell.items() if {REAL, SYNTHETIC} <= set(rows)]
-    return [one for one in found if one is not None]
+    verdicts = [_verdict(cell, rows) for cell, rows in by_cell.items() if {REAL, SYNTHETIC} <= set(rows)]
+    return [verdict for verdict in verdicts if verdict is not None]
 
 
 def _verdict(cell: Cell, rows: Mapping[str, Row]) -> Verdict | None:
@@ -119,29 +118,29 @@ def _verdict(cell: Cell, rows: Mapping[str, Row]) -> Verdict | None:
 
 
 def _parts(row: Row) -> dict[str, float]:
-    """The parts of a step, 0 to 1: what a trace says is computed and exchanged; the rest of it waits.
+    """The shares of compute and communication, measured by a trace, and of waiting, in a step without a trace.
 
-    A trace lengthens the time between operations most of all, so that the rest is that of a step that is not traced.
+    Tracing mostly lengthens the time between operations, so waiting is what remains of an untraced step.
     """
     traced, step_seconds = row.traced_step, row.step_seconds
     if traced is None or not step_seconds:
         return {}
     compute, communication = traced.compute_seconds, traced.communication_seconds
-    whole = max(step_seconds, compute + communication)
-    parts = {"compute": compute / whole, "communication": communication / whole}
+    total = max(step_seconds, compute + communication)
+    parts = {"compute": compute / total, "communication": communication / total}
     return parts | {"waiting": 1 - sum(parts.values())}
 
 
 def _unequal(real: Row, synthetic: Row) -> list[str]:
-    of_round = {run.occasion: run for run in real.good}
-    pairs = [(run, of_round[run.occasion]) for run in synthetic.good if run.occasion in of_round]
+    real_runs = {run.occasion: run for run in real.good}
+    pairs = [(run, real_runs[run.occasion]) for run in synthetic.good if run.occasion in real_runs]
     return list(dict.fromkeys(phrase for pair in pairs for phrase in work.unequal(*pair)))
 
 
-def _saved(ratio: ratios.Ratio) -> float:
-    """The part of the time that is saved, 0 to 1, where the interval leaves out 1."""
+def _saved_share(ratio: ratios.Ratio) -> float:
+    """The share of the time that is saved, 0 to 1; 0 if the interval includes 1."""
     return max(0.0, 1 - 1 / ratio.median) if ratio.is_difference else 0.0
 
 
-def _times(ratio: ratios.Ratio) -> str:
+def _times_as_fast(ratio: ratios.Ratio) -> str:
     return f"{ratio.text} times as fast" if ratio.is_difference else f"as fast: {ratio.text}"
