@@ -5,17 +5,12 @@ rank decodes its part of a batch during earlier steps:
 
     order of the epoch ──> this rank's examples ──> read, decode, check, resize, augment ──> batch ──> prefetch
 
-To leave out bad examples, `python -m tfdist.data.input.pictures` decodes all examples in a separate process: a dataset
-is loaded before a strategy chooses its devices, and TensorFlow must not be initialized before that.
+To leave out bad examples, `tfdist.data.input.scan` decodes all examples in a separate process beforehand.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import os
-import pickle
-import subprocess
-import sys
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Self
 
@@ -29,6 +24,7 @@ from tfdist.data.input.bad_examples import BadExamples
 from tfdist.data.input.division import Division
 from tfdist.data.input.origin import FeedArguments, PipelineArguments
 from tfdist.data.input.picture_files import Pictures
+from tfdist.data.input.scan import scan_all
 from tfdist.data.input.source import Source
 from tfdist.data.input.tfrecords import Records
 from tfdist.data.spec import DataSpec
@@ -53,34 +49,6 @@ SHARE_OF_DISK = 0.5
 CACHES = ("auto", "memory", "disk", "off")
 SHUFFLES = ("examples", "files")
 SHUFFLE_BUFFER = 10_000
-
-# The numbers of the good examples of a split, and one sentence about each bad example.
-Scan = tuple[np.ndarray, list[str]]
-
-
-def _scan_all(spec: DataSpec, files: Mapping[str, Pictures | Records]) -> dict[str, Scan]:
-    """Decodes all examples of each split once, on all cores, in a separate process."""
-    # Without a GPU, because the training process needs its memory.
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "CUDA_VISIBLE_DEVICES": "-1"}
-    done = subprocess.run(
-        [sys.executable, "-m", "tfdist.data.input.pictures"],
-        input=pickle.dumps((spec, dict(files))),
-        capture_output=True,
-        env=environment,
-        check=False,
-    )
-    if done.returncode:
-        raise RuntimeError(f"The check of `{spec.name}` failed:\n{done.stderr.decode(errors='replace')}")
-    return pickle.loads(done.stdout)
-
-
-def _scan(spec: DataSpec, files: Pictures | Records) -> Scan:
-    from tfdist.data.input import decoding, tf_datasets
-
-    decoder = decoding.Decoder(spec, files)
-    numbers = tf_datasets.numbers_of_good(decoder)
-    bad = np.delete(np.arange(len(files)), numbers).tolist()
-    return numbers, [decoder.problem(number) or f"`{files.name(number)}` cannot be read" for number in bad]
 
 
 class PictureSource(Source):
@@ -128,7 +96,7 @@ class PictureSource(Source):
         self._decoded: dict[PipelineArguments, DecodedBatches] = {}
         self._disk_caches: dict[str, DiskCache] = {}
         if bad.skips:
-            for split, (numbers, problems) in _scan_all(spec, self.files).items():
+            for split, (numbers, problems) in scan_all(spec, self.files).items():
                 self.files[split] = self.files[split].keep(numbers)
                 for problem in problems:
                     bad.add(problem)
@@ -310,8 +278,3 @@ def _check_shuffle(shuffle: str, buffer: int, files: Mapping[str, Pictures | Rec
             "`shuffle` is `files`, but each of these files has only one example",
             "leave it out, or use a dataset of TFRecord files",
         )
-
-
-if __name__ == "__main__":
-    spec, files = pickle.loads(sys.stdin.buffer.read())
-    sys.stdout.buffer.write(pickle.dumps({split: _scan(spec, of_split) for split, of_split in files.items()}))
