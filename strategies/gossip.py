@@ -20,16 +20,17 @@ from tfdist.errors import UnknownNameError, UsageError
 from tfdist.interface.program import Program, Steps
 from tfdist.interface.traits import Traits
 from tfdist.options import require_owned
-from tfdist.relaxed import apart, gossip_rules, topologies
 from tfdist.relaxed import gossip as programs
+from tfdist.relaxed import gossip_rules, topologies
 from tfdist.relaxed.averages import Averages, trained_weights
 from tfdist.relaxed.outer import Shown
+from tfdist.relaxed.strategy import IndependentStrategy, refuse_use_ema
 
 
-class GossipStrategy(apart.ApartStrategy):
+class GossipStrategy(IndependentStrategy):
     """Trains on all processes of a job, which exchange weights with few others around each step.
 
-    A meeting, see `tfdist.relaxed.apart`, forms the mean over the processes, and each goes on with its own weights.
+    A meeting, see `tfdist.relaxed.strategy`, forms the mean over the processes, and each goes on with its own weights.
     Each process keeps the state of its optimizer.
 
     Args:
@@ -39,7 +40,7 @@ class GossipStrategy(apart.ApartStrategy):
         probability: of `gosgd`, that a process sends after a step; 0.01 if not said.
         engine: what carries the weights: "sockets", "mpi", or "auto", which is MPI in processes that `mpirun` has
             started, else sockets.
-        options: see `tfdist.relaxed.apart.ApartStrategy`.
+        options: see `tfdist.relaxed.strategy.IndependentStrategy`.
     """
 
     name = "gossip"
@@ -84,7 +85,7 @@ class GossipStrategy(apart.ApartStrategy):
 
     def check(self, model: Any) -> None:
         super().check(model)
-        apart.refuse_averages_of_optimizers(model, "gossip", "use another strategy")
+        refuse_use_ema(model, "gossip", "use another strategy")
 
     def _require_partners(self) -> None:
         """Raises `UsageError` for a topology in which a process of `adpsgd` has nobody to average with."""

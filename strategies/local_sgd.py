@@ -21,14 +21,15 @@ from tfdist.interface.bound import Averaging, Bound
 from tfdist.interface.program import Program, Steps
 from tfdist.interface.traits import Traits
 from tfdist.options import Count, CountOrZero, Factor, Fraction
-from tfdist.relaxed import apart, streaming
 from tfdist.relaxed import local_sgd as programs
+from tfdist.relaxed import streaming
 from tfdist.relaxed.averages import Averages
 from tfdist.relaxed.averaging_rule import AveragingRule
+from tfdist.relaxed.strategy import IndependentStrategy
 
 
-class LocalSgdStrategy(apart.ApartStrategy):
-    """Trains on all processes of a job, which meet after a number of steps, see `tfdist.relaxed.apart`.
+class LocalSgdStrategy(IndependentStrategy):
+    """Trains on all processes of a job, which meet after a number of steps, see `tfdist.relaxed.strategy`.
 
     Args:
         outer: the rule: "average", "slowmo", "diloco", "easgd", or the user's own as `module:function`.
@@ -46,7 +47,7 @@ class LocalSgdStrategy(apart.ApartStrategy):
         overlap: of `diloco`, the number of steps while a fragment travels; 0 if not said.
         mixing: of `diloco`, what a process keeps of its own weights when a fragment has come; 0 if not said.
         moving_rate: of `easgd`, alpha of Zhang et al.; 0.9 divided by the number of processes if not said.
-        options: see `tfdist.relaxed.apart.ApartStrategy`.
+        options: see `tfdist.relaxed.strategy.IndependentStrategy`.
     """
 
     name = "local_sgd"

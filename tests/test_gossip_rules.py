@@ -114,7 +114,7 @@ def test_push_sum_that_is_resumed_pushes_to_whom_an_unbroken_run_pushes(size):
         expected = [pushes(unbroken) for _ in range(8)]
         for step in range(8):
             resumed = PushSum(rank, size)
-            resumed.goes_on_from(step)
+            resumed.resume_at(step)
             assert pushes(resumed) == expected[step]
 
 
@@ -143,7 +143,7 @@ def test_adpsgd_keeps_the_sum_and_shrinks_the_distance(size):
         for rank, machine in enumerate(machines):
             found[rank], messages = machine.finish(found[rank])
             flying += [(to, rank, message) for to, message in messages]
-    assert not any(machine.owes for machine in machines)
+    assert not any(machine.awaits_reply for machine in machines)
     np.testing.assert_allclose(np.mean(found, axis=0), at.mean(axis=0))
     assert np.std(found, axis=0).max() <= 1e-3 * np.std(at, axis=0).max() + 1e-12
 

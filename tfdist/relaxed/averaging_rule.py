@@ -20,9 +20,10 @@ from tfdist import registry
 from tfdist.errors import UnknownNameError, UsageError
 from tfdist.groups import ProcessGroup
 from tfdist.options import require_owned
-from tfdist.relaxed import apart, outer, outer_rules
 from tfdist.relaxed import compression as encodings
+from tfdist.relaxed import outer, outer_rules
 from tfdist.relaxed.averages import Averages, trained_weights
+from tfdist.relaxed.strategy import refuse_use_ema
 from tfdist.relaxed.streaming import Streaming
 
 EPOCH = "epoch"
@@ -131,7 +132,7 @@ class AveragingRule:
                 "pass the optimizer to `compile`, or use the rule `average`",
             )
         if self.name in ("diloco", "easgd"):
-            apart.refuse_averages_of_optimizers(model, f"the rule `{self.name}`", "use the rule `average` or `slowmo`")
+            refuse_use_ema(model, f"the rule `{self.name}`", "use the rule `average` or `slowmo`")
 
     def averages(self, group: ProcessGroup, model: Any, device: str) -> Averages:
         """What synchronizes the weights of `model`, whose variables of its own are made on `device`."""

@@ -21,7 +21,7 @@ both have. Nothing here knows where weights lie.
 
 Synopsis:
 
-    >>> walked(Easgd(every=2, moving_rate=1.0), lambda own: own + 1.0, steps=5)
+    >>> run_one_worker(Easgd(every=2, moving_rate=1.0), lambda own: own + 1.0, steps=5)
     ([1.0, 2.0, 1.0, 2.0, 3.0], [0.0, 0.0, 2.0, 2.0, 2.0])
 """
 
@@ -61,13 +61,13 @@ class Rule:
         exchanges: in the order in which they are made.
         settles_after: the number of steps after an exchange when `settle` has something to do; `None` is never.
         follows_steps: `stepped` has something to do.
-        leaves: what a worker has not yet given to the centre belongs there when training ends.
+        pushes_at_end: what a worker has not yet given to the centre belongs there when training ends.
     """
 
     exchanges: Sequence[Exchange]
     settles_after: int | None = None
     follows_steps = False
-    leaves = False
+    pushes_at_end = False
 
     def begin(self, centre: Any) -> tuple[Any, Memory]:
         """The weights and the memory of a worker that starts at the centre."""
@@ -81,8 +81,8 @@ class Rule:
         """What becomes of the weights that a step has made."""
         return own, memory
 
-    def left(self, own: Any, memory: Memory) -> tuple[Memory, Any]:
-        """The memory and what is added to the centre when training ends, of a rule that `leaves`."""
+    def final_push(self, own: Any, memory: Memory) -> tuple[Memory, Any]:
+        """The memory and what is added to the centre when training ends, of a rule that `pushes_at_end`."""
         raise NotImplementedError
 
     def exchanged(self, t: int, own: Any, memory: Memory, centre: Any) -> tuple[Any, Memory, Any]:
@@ -111,7 +111,7 @@ class Downpour(Rule):
         fetch_every: steps from one fetch to the next.
     """
 
-    leaves = True
+    pushes_at_end = True
 
     def __init__(self, push_every: int, fetch_every: int):
         self.exchanges = (
@@ -122,7 +122,7 @@ class Downpour(Rule):
     def begin(self, centre: Any) -> tuple[Any, Memory]:
         return centre, (centre,)
 
-    def left(self, own: Any, memory: Memory) -> tuple[Memory, Any]:
+    def final_push(self, own: Any, memory: Memory) -> tuple[Memory, Any]:
         _, kept, change = self._push(own, memory, None)
         return kept, change
 
@@ -200,7 +200,9 @@ class Eamsgd(Rule):
         return own, (at, velocity, moved), moved
 
 
-def walked(rule: Rule, step: Callable[[Any], Any], steps: int, centre: Any = 0.0) -> tuple[list[Any], list[Any]]:
+def run_one_worker(
+    rule: Rule, step: Callable[[Any], Any], steps: int, centre: Any = 0.0
+) -> tuple[list[Any], list[Any]]:
     """The weights of one worker after each step, and the centre then, where nobody else changes it.
 
     Args:

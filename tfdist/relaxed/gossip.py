@@ -21,7 +21,7 @@ from tfdist.internals import keras as keras_internals
 from tfdist.relaxed.averages import Averages
 from tfdist.relaxed.flat_weights import unpacked
 from tfdist.relaxed.gossip_rules import Machine, Sends
-from tfdist.relaxed.local_sgd import ApartProgram
+from tfdist.relaxed.local_sgd import IndependentProgram
 from tfdist.relaxed.outer import Shown
 
 # The tags of messages with weights, and of the word how many of them there are, and that no more questions will come.
@@ -55,7 +55,7 @@ class Gossip(Averages):
     def part(self) -> None:
         super().part()
         if self._model.optimizer is not None:
-            self._machine.goes_on_from(int(keras_internals.iterations(self._model.optimizer).numpy()))
+            self._machine.resume_at(int(keras_internals.iterations(self._model.optimizer).numpy()))
 
     def before_step(self) -> None:
         """A step begins."""
@@ -84,7 +84,7 @@ class Gossip(Averages):
     def _end_messages(self) -> None:
         began = time.perf_counter()
         others = [rank for rank in range(self.group.size) if rank != self.group.rank]
-        while self._machine.owes:
+        while self._machine.awaits_reply:
             self._answer()
         for other in others:
             self.group.send(np.array([self._sent[other]]), other, DONE)
@@ -140,7 +140,7 @@ class Gossip(Averages):
             variable.assign(value)
 
 
-class GossipProgram(ApartProgram):
+class GossipProgram(IndependentProgram):
     """Runs steps apart, and gossips around each."""
 
     _averages: Gossip

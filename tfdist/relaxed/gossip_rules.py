@@ -6,7 +6,7 @@
     finish(weights)             the new weights, and messages to send
 
 `expected` are the processes whose messages the next `finish` needs; none, where processes do not wait for each other.
-`owes` says that an answer is on its way to this process. Weights and messages are arrays, float32 or float64 `[n]`; a
+`awaits_reply`: an answer is on its way to this process. Weights and messages are arrays, float32 or float64 `[n]`; a
 message may have one number more than there are weights. Nothing here knows how messages travel, or when steps run.
 
     DPsgd      synchronous, over a mixing matrix          Lian et al., arXiv 1705.09056, algorithm 1
@@ -63,8 +63,8 @@ class Machine:
         return ()
 
     @property
-    def owes(self) -> bool:
-        """Whether another process owes this one an answer."""
+    def awaits_reply(self) -> bool:
+        """Whether another process awaits_reply this one an answer."""
         return False
 
     @property
@@ -72,7 +72,7 @@ class Machine:
         """The weight with which this process counts in the mean over all."""
         return 1.0
 
-    def goes_on_from(self, step: int) -> None:
+    def resume_at(self, step: int) -> None:
         """The next step is number `step` of the training."""
         del step
 
@@ -151,7 +151,7 @@ class PushSum(Machine):
             other for other in range(self.size) if other != self.rank and self._to(other, self._step - 1) == self.rank
         ]
 
-    def goes_on_from(self, step: int) -> None:
+    def resume_at(self, step: int) -> None:
         self._step = step
 
     def _to(self, rank: int, step: int) -> int:
@@ -239,7 +239,7 @@ class AdPsgd(Machine):
         return self.rank % 2 == 0
 
     @property
-    def owes(self) -> bool:
+    def awaits_reply(self) -> bool:
         return self._asked is not None
 
     def begin(self, weights: np.ndarray) -> Sends:

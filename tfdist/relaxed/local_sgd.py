@@ -22,18 +22,18 @@ from tfdist.interface.strategy import OnThisProcess
 from tfdist.internals import keras as keras_internals
 from tfdist.loop import metrics
 from tfdist.loop.inner_loop import StepProgram
-from tfdist.relaxed import own_batches
+from tfdist.relaxed import local_batches
 from tfdist.relaxed.averages import Averages
 
 
-class ApartProgram(StepProgram):
+class IndependentProgram(StepProgram):
     """Runs `model.train_step` on this process' part of the data, without the other processes.
 
     Args:
         strategy: has the `group`.
         steps: of training, on the batches of all processes.
         averages: their meetings.
-        split_once: see `tfdist.relaxed.own_batches.own`.
+        split_once: see `tfdist.relaxed.local_batches.own`.
     """
 
     meets_in_each_step = False
@@ -43,7 +43,7 @@ class ApartProgram(StepProgram):
         self._averages = averages
         self._state: tuple[Any, Any] = (None, None)  # of all processes, and of this one
         group = strategy.group
-        self._own = own_batches.own(steps.batches, group.rank, group.size, split_once=split_once)
+        self._own = local_batches.own(steps.batches, group.rank, group.size, split_once=split_once)
         own = dataclasses.replace(steps, batches=self._own, at_nan=AtNan.NOTHING)
         super().__init__(OnThisProcess(strategy), own)
 
@@ -108,7 +108,7 @@ class ApartProgram(StepProgram):
         return tf.cond(has_examples, lambda: step(state, batch), lambda: (tf.constant(True), self._no_logs()))
 
 
-class AveragingProgram(ApartProgram):
+class AveragingProgram(IndependentProgram):
     """Runs steps apart, and meets at times.
 
     Args:
@@ -116,7 +116,7 @@ class AveragingProgram(ApartProgram):
         steps: of training, on the batches of all processes.
         sync_every: meet after this number of steps; `None` meets at the end of an epoch only.
         averages: what a meeting makes of the weights; `None` averages over all processes.
-        split_once: see `tfdist.relaxed.own_batches.own`.
+        split_once: see `tfdist.relaxed.local_batches.own`.
     """
 
     def __init__(

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from tfdist.relaxed.averages import Averages, learning_rate, pieces, squared
-from tfdist.relaxed.local_sgd import ApartProgram
+from tfdist.relaxed.local_sgd import IndependentProgram
 from tfdist.relaxed.outer import Outer
 
 
@@ -122,7 +122,7 @@ class Streaming(Averages):
         self._seconds += time.perf_counter() - began
 
 
-class StreamingProgram(ApartProgram):
+class StreamingProgram(IndependentProgram):
     """Runs steps apart, while fragments of the weights come and go."""
 
     _averages: Streaming

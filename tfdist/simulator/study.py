@@ -39,9 +39,9 @@ class Centring(Algorithm):
 
     def run(self, steps: int) -> None:
         super().run(steps)
-        if self._rule.leaves:
+        if self._rule.pushes_at_end:
             for rank, weights in enumerate(self.weights):
-                self._memory[rank], change = self._rule.left(weights, self._memory[rank])
+                self._memory[rank], change = self._rule.final_push(weights, self._memory[rank])
                 self._centre = self._centre + change
                 self.sent_bytes += change.nbytes
 

@@ -17,7 +17,7 @@ from tfdist.relaxed.averages import Averages
 from tfdist.training.job_strategy import JobStrategy, needs_whole_state
 
 
-class ApartStrategy(JobStrategy):
+class IndependentStrategy(JobStrategy):
     """Trains on all processes of a job, each on its part of the global batches by itself, until they meet.
 
     An epoch ends with a meeting, and a checkpoint within an epoch is one. What all processes have in common then is
@@ -100,7 +100,7 @@ class ApartStrategy(JobStrategy):
         return found
 
 
-def refuse_averages_of_optimizers(model: Any, what: str, hint: str) -> None:
+def refuse_use_ema(model: Any, what: str, hint: str) -> None:
     """Raises `UsageError` for an optimizer with `use_ema`, where each process has an optimizer of its own."""
     if any(one.use_ema for one in keras_internals.optimizers(model)):
         raise UsageError(
