@@ -33,7 +33,7 @@ import tensorflow as tf
 
 from tfdist.advisor.costs import Link
 from tfdist.relaxed import outer_rules
-from tfdist.relaxed.gossip_rules import Machine, Sends
+from tfdist.relaxed.gossip_rules import Machine, Messages
 from tfdist.simulator.replicas import Replicas, State
 
 
@@ -188,7 +188,7 @@ class Gossiping(Algorithm):
             self._waiting[rank] = False
             self._begin(rank)
 
-    def _send(self, rank: int, messages: Sends) -> None:
+    def _send(self, rank: int, messages: Messages) -> None:
         for to, message in messages:
             self.sent_bytes += message.nbytes
             self.clock.after(self.cluster.send_seconds(message.nbytes), self._arrival(to, rank, message))
