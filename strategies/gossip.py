@@ -20,9 +20,10 @@ from tfdist.errors import UnknownNameError, UsageError
 from tfdist.interface.program import Program, Steps
 from tfdist.interface.traits import Traits
 from tfdist.options import require_owned
-from tfdist.relaxed import gossip as programs
 from tfdist.relaxed import gossip_rules, topologies
 from tfdist.relaxed.averages import Averages, trained_weights
+from tfdist.relaxed.gossip import Gossip
+from tfdist.relaxed.local_sgd import AveragingProgram
 from tfdist.relaxed.outer import SharedMean
 from tfdist.relaxed.strategy import IndependentStrategy, refuse_use_ema
 
@@ -78,9 +79,10 @@ class GossipStrategy(IndependentStrategy):
         def make_averages() -> Averages:
             shared = SharedMean(trained_weights(steps.model), self.devices[0])
             machine = gossip_rules.machine(self.algorithm, self.world.rank, self._mixing, self.probability, self.seed)
-            return programs.Gossip(self.group, steps.model, shared, machine)
+            return Gossip(self.group, steps.model, shared, machine)
 
-        return programs.GossipProgram(self, steps, self.averages_of(steps.model, make_averages), split_once=False)
+        averages = self.averages_of(steps.model, make_averages)
+        return AveragingProgram(self, steps, None, averages, split_once=False)
 
     def check(self, model: Any) -> None:
         super().check(model)

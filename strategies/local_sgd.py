@@ -21,9 +21,8 @@ from tfdist.interface.bound import Averaging, Bound
 from tfdist.interface.program import Program, Steps
 from tfdist.interface.traits import Traits
 from tfdist.options import Count, CountOrZero, Factor, Fraction
-from tfdist.relaxed import local_sgd as programs
-from tfdist.relaxed import streaming
 from tfdist.relaxed.averaging_rule import AveragingRule
+from tfdist.relaxed.local_sgd import AveragingProgram, PostLocalProgram
 from tfdist.relaxed.strategy import IndependentStrategy
 
 
@@ -103,14 +102,10 @@ class LocalSgdStrategy(IndependentStrategy):
         self.require_whole_data(steps)
         model = steps.model
         averages = self.averages_of(model, lambda: self._rule.averages(self.group, model, self.devices[0]))
-        local: Program
-        if isinstance(averages, streaming.Streaming):
-            local = streaming.StreamingProgram(self, steps, averages, split_once=self.split_once)
-        else:
-            local = programs.AveragingProgram(self, steps, self.sync_every, averages, split_once=self.split_once)
+        local = AveragingProgram(self, steps, self.sync_every, averages, split_once=self.split_once)
         if not self.local_from:
             return local
-        return programs.PostLocalProgram(model, self.local_from, super().program(steps), local)
+        return PostLocalProgram(model, self.local_from, super().program(steps), local)
 
     def check(self, model: Any) -> None:
         super().check(model)

@@ -35,19 +35,12 @@ from tfdist.optimizers.divided import DividedOptimizer, divide, local, undivide
 
 @dataclass
 class _StandIn:
-    """A variable in a traced step that stands for a sharded variable.
+    """A variable in a traced step that stands for a sharded variable."""
 
-    Attributes:
-        whole: has the whole shape, and no value.
-        shard: how the variable is sharded.
-        variable: has the value of this process's shard; a Keras variable for a slot.
-        is_sharded: whether this process has a shard; otherwise it has the whole value.
-    """
-
-    whole: tf.Variable
+    whole: tf.Variable  # has the whole shape, and no value
     shard: spmd.Shard
-    variable: Any
-    is_sharded: bool = True
+    variable: Any  # has the value of this process's shard; a Keras variable for a slot
+    is_sharded: bool = True  # otherwise this process has the whole value
 
     @property
     def placed(self) -> spmd.Placed:

@@ -31,13 +31,7 @@ from tfdist.training.strategy import TrainingStrategy
 class ServedStrategy(TrainingStrategy):
     """Trains on the workers of a job, with the variables on its parameter servers.
 
-    Args:
-        mode: what workers do with the weights on the servers.
-        shard_bytes: the rows of larger variables are spread over the servers.
-        timeout_seconds: how long to wait for a silent worker.
-        start_timeout_seconds: how long the start waits for all processes; `None` is the launcher's setting, or 60.
-        job_settings: settings that must be the same in all processes.
-        options: see `tfdist.strategies.base.Strategy`.
+    For the options see `tfdist.strategies.parameter_server.ParameterServerStrategy`.
     """
 
     locks = True

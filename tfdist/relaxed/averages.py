@@ -43,10 +43,13 @@ class Averages:
             their order of magnitude.
 
     Attributes:
+        sync_every: the number of steps between averagings; `None` averages only at the end of an epoch.
         taken: the number of averagings so far.
         remembered: variables for checkpoints: those that are the same in all processes, and those with a value per
             process.
     """
+
+    sync_every: int | None = None
 
     def __init__(self, group: Any, model: Any, outers: Sequence[OuterOptimizer] = (), encoding: str = "none"):
         self.group = group
@@ -83,6 +86,21 @@ class Averages:
             for outer in self._outers:
                 outer.begin()
         self._trains_locally = True
+
+    def steps_until_next(self, step: int) -> int | None:
+        """The number of steps from `step` of the epoch to the next exchange; `None` if there is none in the epoch."""
+        return None if self.sync_every is None else self.sync_every - step % self.sync_every
+
+    def before_steps(self) -> None:
+        """Called before the steps up to the next exchange."""
+
+    def after_steps(self, step: int) -> None:
+        """Called after these steps; `step` is the number of steps of the epoch so far."""
+        if self.sync_every is not None and step % self.sync_every == 0:
+            self.take()
+
+    def end_call(self) -> None:
+        """Called after the last step of a call of the inner loop."""
 
     def note(self, examples: int) -> None:
         """Adds to the number of examples that this process has seen since the last averaging."""

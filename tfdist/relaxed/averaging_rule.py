@@ -1,10 +1,12 @@
 """The rule of `local_sgd` and its options: how the new weights are computed when the processes synchronize.
 
-average            the mean of the weights
-slowmo             momentum over the changes from one synchronization to the next
-diloco             a Keras optimizer that takes the changes for gradients; optionally one fragment at a time
-easgd              a centre that the processes are drawn to
-module:function    a user's rule, see `tfdist.relaxed.outer_rules`
+    average            the mean of the weights
+    slowmo             momentum over the changes from one synchronization to the next
+    diloco             a Keras optimizer that takes the changes for gradients; optionally one fragment at a time
+    easgd              a centre that the processes are drawn to
+    module:function    a user's rule
+
+`tfdist.relaxed.outer_rules` has the formulas and their sources.
 """
 
 from __future__ import annotations

@@ -206,14 +206,7 @@ class Eamsgd(Rule):
 def run_one_worker(
     rule: Rule, step: Callable[[Any], Any], steps: int, centre: Any = 0.0
 ) -> tuple[list[Any], list[Any]]:
-    """Runs a single worker; returns its weights and the centre after each step.
-
-    Args:
-        rule: the worker's rule.
-        step: computes the worker's new weights.
-        steps: the number of steps.
-        centre: the initial centre.
-    """
+    """Runs a single worker, whose new weights `step` computes; returns its weights and the centre after each step."""
     (own, memory), owns, centres = rule.begin(centre), [], []
     for t in range(steps):
         own, memory, centre = rule.exchanged(t, *rule.settle(own, memory), centre)

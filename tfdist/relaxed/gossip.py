@@ -20,7 +20,6 @@ from tfdist.internals import keras as keras_internals
 from tfdist.relaxed.averages import Averages
 from tfdist.relaxed.flat_weights import PackedVariables
 from tfdist.relaxed.gossip_rules import Machine, Messages
-from tfdist.relaxed.local_sgd import IndependentProgram
 from tfdist.relaxed.outer import SharedMean
 
 # The tags of messages with weights, and of the messages at the end of a call with the number of weights messages sent.
@@ -56,13 +55,16 @@ class Gossip(Averages):
         if self._model.optimizer is not None:
             self._machine.resume_at(int(keras_internals.iterations(self._model.optimizer).numpy()))
 
-    def before_step(self) -> None:
+    def steps_until_next(self, step: int) -> int:
+        return 1
+
+    def before_steps(self) -> None:
         self._before = self._packed()
         if not self._machine.waits:
             self._send(self._machine.begin(self._before))
         self._weights = None
 
-    def after_step(self) -> None:
+    def after_steps(self, step: int) -> None:
         """Sends the messages of the step; synchronous algorithms then wait for those of other processes."""
         began = time.perf_counter()
         if self._machine.waits:
@@ -132,21 +134,3 @@ class Gossip(Averages):
         for to, values in messages:
             self.group.send(values, to, WEIGHTS)
             self._sent[to] += 1
-
-
-class GossipProgram(IndependentProgram):
-    """Exchanges weights around each step."""
-
-    _averages: Gossip
-
-    def steps_until_next(self, step: int) -> int:
-        return 1
-
-    def before_steps(self) -> None:
-        self._averages.before_step()
-
-    def after_steps(self, step: int) -> None:
-        self._averages.after_step()
-
-    def end_call(self) -> None:
-        self._averages.end_call()

@@ -100,9 +100,7 @@ class Machine:
 class DPsgd(Machine):
     """x_i <- sum over j of W_ij x_j, plus the step of process i, whose gradient is taken at the old x_i.
 
-    Args:
-        rank: the rank of this process.
-        mixing: the matrix W, see `tfdist.relaxed.topologies`.
+    W is the matrix `mixing`, see `tfdist.relaxed.topologies`.
     """
 
     waits = True
@@ -178,13 +176,9 @@ class PushSum(Machine):
 
 
 class GoSgd(Machine):
-    """With some probability a process sends its weights and half of its mass to a random one, which averages by mass.
+    """After a step, with some probability, a process sends its weights and half of its mass to a random process.
 
-    Args:
-        rank: the rank of this process.
-        size: the number of processes.
-        probability: the probability of sending after a step.
-        seed: the same in all processes.
+    The receiver averages the weights, weighted by mass. The `seed` is the same in all processes.
     """
 
     def __init__(self, rank: int, size: int, probability: float, seed: int):
@@ -219,10 +213,8 @@ class AdPsgd(Machine):
     difference when the reply arrives, any number of steps later. Odd ranks are passive and reply between their steps.
     No process waits for another, gradients may be taken at stale weights, and the sum of all weights is conserved.
 
-    Args:
-        rank: the rank of this process.
-        mixing: a process chooses among its neighbours in this matrix, with equal probability.
-        seed: the same in all processes.
+    A process chooses among its neighbours in the matrix `mixing` with equal probability. The `seed` is the same in all
+    processes.
     """
 
     def __init__(self, rank: int, mixing: np.ndarray, seed: int):
@@ -265,15 +257,7 @@ def _with_mass(weights: np.ndarray, mass: float, dtype: np.dtype) -> np.ndarray:
 
 
 def machine(algorithm: str, rank: int, mixing: np.ndarray, probability: float, seed: int) -> Machine:
-    """Makes the machine of an algorithm in `OPTIONS`.
-
-    Args:
-        algorithm: its name.
-        rank: the rank of the process.
-        mixing: the mixing matrix, for the algorithms that have one; its size is the number of processes.
-        probability: an option of `gosgd`.
-        seed: the same in all processes.
-    """
+    """Makes the machine of an algorithm in `OPTIONS`; the size of `mixing` is the number of processes."""
     if algorithm == "dpsgd":
         return DPsgd(rank, mixing)
     if algorithm == "sgp":

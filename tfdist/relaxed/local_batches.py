@@ -16,14 +16,10 @@ from tfdist.internals import keras as keras_internals
 
 
 def local_batches(batches: Batches, rank: int, size: int, *, split_once: bool) -> LocalBatches:
-    """The batches of process `rank` of `size`.
+    """The batches of process `rank` of `size`, from the global `batches`.
 
-    Args:
-        batches: the global batches of all processes.
-        rank: the rank of this process.
-        size: the number of processes.
-        split_once: divide arrays before the first epoch, so that a process has the same examples in every epoch; by
-            default each batch is divided.
+    With `split_once` arrays are divided before the first epoch, so that a process has the same examples in every epoch;
+    otherwise each batch is divided.
     """
     if not isinstance(batches, ArrayBatches):
         with tf.init_scope(), tf.device("CPU:0"):

@@ -26,21 +26,32 @@ from tfdist.relaxed.averages import Averages
 from tfdist.relaxed.local_batches import local_batches
 
 
-class IndependentProgram(StepProgram):
-    """Runs `model.train_step` on this process's part of the data, without the other processes.
+class AveragingProgram(StepProgram):
+    """Runs `model.train_step` on this process's part of the data, and synchronizes the processes.
 
     Args:
         strategy: has the `group`.
         steps: of training, on the batches of all processes.
-        averages: synchronizes the processes.
+        sync_every: the number of steps between averagings; `None` averages only at the end of an epoch. Subclasses of
+            `Averages` may determine the steps themselves.
+        averages: synchronizes the processes; `None` averages over all of them.
         split_once: see `tfdist.relaxed.local_batches.local_batches`.
     """
 
     meets_in_each_step = False
 
-    def __init__(self, strategy: Any, steps: Steps, averages: Averages, *, split_once: bool):
+    def __init__(
+        self,
+        strategy: Any,
+        steps: Steps,
+        sync_every: int | None,
+        averages: Averages | None = None,
+        *,
+        split_once: bool = True,
+    ):
         self._job = strategy
-        self._averages = averages
+        self._averages = averages or Averages(strategy.group, steps.model)
+        self._averages.sync_every = sync_every
         self._global_state: Any = None
         self._local_state: Any = None
         group = strategy.group
@@ -64,13 +75,14 @@ class IndependentProgram(StepProgram):
         local_logs: Logs = {}
         while done < count and not ended:
             step = first + done
-            self.before_steps()
-            outcome = super().run(self._local_state, step, min(count - done, self.steps_until_next(step) or count))
+            self._averages.before_steps()
+            until_next = self._averages.steps_until_next(step) or count
+            outcome = super().run(self._local_state, step, min(count - done, until_next))
             self._averages.note(self._local_batches.examples(self._local_state, step, outcome.steps))
             done, ended, local_logs = done + outcome.steps, outcome.data_ended, outcome.logs or local_logs
             if outcome.steps:
-                self.after_steps(first + done)
-        self.end_call()
+                self._averages.after_steps(first + done)
+        self._averages.end_call()
         merged = metrics.results(self._job, self._model) if done else {}
         others = {name: value for name, value in local_logs.items() if name not in merged}
         summed = self._sums(others) if others else {}
@@ -87,20 +99,6 @@ class IndependentProgram(StepProgram):
         structured: Logs = tf.nest.pack_sequence_as(logs, sums)
         return structured
 
-    def steps_until_next(self, step: int) -> int | None:
-        """The number of steps from `step` of the epoch to the next exchange; `None` if there is none in the epoch."""
-        raise NotImplementedError
-
-    def before_steps(self) -> None:
-        """Called before steps."""
-
-    def after_steps(self, step: int) -> None:
-        """Called after steps; `step` is the number of steps of the epoch so far."""
-        raise NotImplementedError
-
-    def end_call(self) -> None:
-        """Called after the last step of a call."""
-
     def _step(self, state: Any, batch: Any) -> tuple[tf.Tensor, Logs]:
         self._local_batches.note(state, batch)
         has_examples = self._local_batches.has_examples(state, batch)
@@ -108,37 +106,6 @@ class IndependentProgram(StepProgram):
             return super()._step(state, batch)
         step = super()._step
         return tf.cond(has_examples, lambda: step(state, batch), lambda: (tf.constant(True), self._no_logs()))
-
-
-class AveragingProgram(IndependentProgram):
-    """Synchronizes all processes after a fixed number of steps.
-
-    Args:
-        strategy: has the `group`.
-        steps: of training, on the batches of all processes.
-        sync_every: the number of steps between synchronizations; `None` synchronizes only at the end of an epoch.
-        averages: synchronizes the processes; `None` averages over all of them.
-        split_once: see `tfdist.relaxed.local_batches.local_batches`.
-    """
-
-    def __init__(
-        self,
-        strategy: Any,
-        steps: Steps,
-        sync_every: int | None,
-        averages: Averages | None = None,
-        *,
-        split_once: bool = True,
-    ):
-        self._sync_every = sync_every
-        super().__init__(strategy, steps, averages or Averages(strategy.group, steps.model), split_once=split_once)
-
-    def steps_until_next(self, step: int) -> int | None:
-        return None if self._sync_every is None else self._sync_every - step % self._sync_every
-
-    def after_steps(self, step: int) -> None:
-        if self._sync_every is not None and step % self._sync_every == 0:
-            self._averages.take()
 
 
 class PostLocalProgram(Program):

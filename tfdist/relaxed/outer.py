@@ -119,11 +119,7 @@ class KerasOuterOptimizer(OuterOptimizer):
 
     The processes keep the slots of their own inner optimizers.
 
-    Args:
-        weights: trainable Keras variables of the model.
-        device: where the new variables are made.
-        optimizer: not built.
-        mixing: the fraction of its own weights that a process keeps at an update.
+    `optimizer` is not built; `mixing` is the fraction of its own weights that a process keeps at an update.
 
     Source: Douillard et al., DiLoCo: distributed low-communication training of language models, arXiv 2311.08105.
     """

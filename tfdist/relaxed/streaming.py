@@ -22,23 +22,16 @@ import numpy as np
 
 from tfdist.relaxed.averages import Averages, learning_rate, mean_over_processes
 from tfdist.relaxed.flat_weights import pieces, squared_norm
-from tfdist.relaxed.local_sgd import IndependentProgram
 from tfdist.relaxed.outer import OuterOptimizer
 
 
 @dataclass
 class _Transfer:
-    """A fragment on its way.
+    """A fragment on its way."""
 
-    Attributes:
-        due: the step of the epoch at which it is taken in.
-        local: the weights that this process has sent, float32 `[n]`.
-        mean: the mean over all processes.
-    """
-
-    due: int
-    local: np.ndarray
-    mean: concurrent.futures.Future[np.ndarray]
+    due: int  # the step of the epoch at which it is taken in
+    local: np.ndarray  # the weights that this process has sent, float32 `[n]`
+    mean: concurrent.futures.Future[np.ndarray]  # over all processes
 
 
 class Streaming(Averages):
@@ -65,7 +58,6 @@ class Streaming(Averages):
         self._examples_of = [seen + examples for seen in self._examples_of]
 
     def steps_until_next(self, step: int) -> int:
-        """The number of steps from `step` of the epoch until a fragment is sent or taken in."""
         sends = [self._every - (step - offset) % self._every for offset in self._offsets]
         return min([*sends, *(transfer.due - step for transfer in self._transfers.values())])
 
@@ -79,7 +71,7 @@ class Streaming(Averages):
                 if not self._overlap:
                     self._take_in(number)
 
-    def wait(self) -> None:
+    def end_call(self) -> None:
         """Waits until no fragment is on its way, so that the group can be used; they are taken in when due."""
         concurrent.futures.wait([transfer.mean for transfer in self._transfers.values()])
 
@@ -93,7 +85,7 @@ class Streaming(Averages):
 
     def _send(self, number: int, due: int) -> None:
         began = time.perf_counter()
-        self.wait()  # only one thread at a time may use the process group
+        self.end_call()  # only one thread at a time may use the process group
         examples = self._exchange_status(self._examples_of[number])
         self._examples_of[number] = 0
         if sum(examples):
@@ -109,25 +101,10 @@ class Streaming(Averages):
         if number not in self._transfers:  # no process has seen an example since the fragment was last sent
             return
         began = time.perf_counter()
-        self.wait()
+        self.end_call()
         transfer = self._transfers.pop(number)
         mean = transfer.mean.result()
         self._note_distance(squared_norm(transfer.local - mean))
         self._fragments[number].update(mean, learning_rate(self._model))
         self.taken += 1
         self._seconds += time.perf_counter() - began
-
-
-class StreamingProgram(IndependentProgram):
-    """Runs steps while fragments of the weights are synchronized."""
-
-    _averages: Streaming
-
-    def steps_until_next(self, step: int) -> int:
-        return self._averages.steps_until_next(step)
-
-    def after_steps(self, step: int) -> None:
-        self._averages.after_steps(step)
-
-    def end_call(self) -> None:
-        self._averages.wait()
