@@ -85,7 +85,7 @@ class LearningRateWarmup(keras.callbacks.Callback):
         self._done = False
 
     def set_model(self, model: keras.Model) -> None:
-        """Notes the base rate, before any callback restores a later one."""
+        """Notes the base rate, before another callback restores a later rate."""
         super().set_model(model)
         if model.optimizer is None or model.optimizer is self._optimizer:
             return

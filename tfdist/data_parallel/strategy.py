@@ -1,9 +1,11 @@
 """Data parallelism over the processes of a job: every process has the variables, and each step sums the gradients.
 
-process group       joins the processes: MPI, Horovod, sockets, or TensorFlow's collectives
-optimizer state     whole in each process, or sharded over the processes (`tfdist.data_parallel.sharding`)
-stages              one per process, or a pipeline on its devices (`tfdist.pipeline_parallel.local_stages`)
-mesh                exchanges what the partitioned step needs
+    process group       joins the processes: MPI, Horovod, sockets, or TensorFlow's collectives
+    optimizer state     whole in each process, or sharded over the processes
+    stages              one per process, or a pipeline on its devices
+    mesh                exchanges what the partitioned step needs
+
+See `tfdist.groups`, `tfdist.data_parallel.sharding`, `tfdist.pipeline_parallel.local_stages` and `tfdist.spmd`.
 """
 
 from __future__ import annotations

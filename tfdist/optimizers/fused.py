@@ -116,7 +116,7 @@ def _update_step(
     kernel: Callable[..., None] | None,
     sparse_kernel: Callable[..., None] | None,
     locking: bool,
-    memo: dict[Any, _Scalars],
+    scalars: dict[Any, _Scalars],
     place: Callable[[tf.Variable], tf.Variable | None],
 ) -> Callable[..., None]:
     """The method `update_step` of a Keras optimizer with a kernel in it."""
@@ -129,15 +129,15 @@ def _update_step(
             keras_update_step(gradient, variable, learning_rate)
             return
         key = (tf.compat.v1.get_default_graph(), variable.device, dtype)
-        if key not in memo or tf.executing_eagerly():
-            memo[key] = _Scalars(optimizer, learning_rate, dtype)
+        if key not in scalars or tf.executing_eagerly():
+            scalars[key] = _Scalars(optimizer, learning_rate, dtype)
         index = keras_internals.variable_index(optimizer, variable)
         temporary = None if chosen is sparse_kernel else place(variable)
         if temporary is not None:
             _assign(temporary, variable.read_value())
         chosen(
             optimizer,
-            memo[key],
+            scalars[key],
             lambda name: keras_internals.slots(optimizer, name)[index].value.handle,
             var=(variable if temporary is None else temporary).handle,
             grad=tf.cast(gradient, dtype),

@@ -1,4 +1,4 @@
-"""A strategy whose variables are on parameter servers: how it runs steps on workers, and finds out who is missing."""
+"""The base of the strategy `parameter_server`: the job, its variables on servers, and the steps on its workers."""
 
 from __future__ import annotations
 
