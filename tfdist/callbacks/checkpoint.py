@@ -312,8 +312,8 @@ class Checkpoint(ClockedCallback):
         if self._peers.world.is_chief:
             warnings.warn(
                 "The data cannot be resumed within an epoch, because they come from a Python generator, or from a "
-                "`PyDataset` that changes between epochs: instead of `every_steps`, the end of the epoch is saved, and "
-                "a resumed run begins with an epoch",
+                "`PyDataset` that changes between epochs: a resumed run begins with an epoch, and `every_steps` saves "
+                "at the end of the epoch instead",
                 stacklevel=2,
             )
 
