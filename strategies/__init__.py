@@ -11,9 +11,8 @@ Synopsis:
     >>> strategies.taking("shard")
     ['horovod', 'mpi', 'multiworker']
 
-A module `NAME.py` is a strategy when it defines `STRATEGY`, a subclass of `base.Strategy`. The names of strategies,
-their traits, the constant `TRAITS` of a module, and the options of their constructors are found without importing
-TensorFlow.
+A module `NAME.py` is a strategy if it defines `STRATEGY`, a subclass of `base.Strategy`. The names of strategies, their
+traits (the constant `TRAITS` of a module) and the options of their constructors are read without importing TensorFlow.
 """
 
 from __future__ import annotations
@@ -44,20 +43,20 @@ def names() -> list[str]:
 
 @functools.cache
 def traits(name: str) -> Traits:
-    """The `TRAITS` in the file of the strategy `name`, or in the module of the user's own `module:Class`.
+    """The `TRAITS` in the file of the strategy `name`, or in the module of a user's `module:Class`.
 
     Raises:
         UnknownNameError: no strategy has that name.
     """
     if ":" in name:
-        found = registry.source_file(name.partition(":")[0])
-        return Traits() if found is None else _traits.read(found)
+        path = registry.source_file(name.partition(":")[0])
+        return Traits() if path is None else _traits.read(path)
     registry.require_known(name, "strategy", names())
     return _traits.read(Path(__file__).with_name(f"{name}.py"))
 
 
 def having(trait: str) -> list[str]:
-    """The names of the strategies with a trait: an attribute of `Traits` that is set."""
+    """The names of the strategies with a trait: a true attribute of `Traits`."""
     return [name for name in names() if getattr(traits(name), trait)]
 
 
@@ -83,29 +82,29 @@ def create(name: str, **options: Any) -> Strategy:
     """Makes the strategy `name`.
 
     Args:
-        name: one of `names()`, or the user's own class as `module:Class`.
+        name: one of `names()`, or a user's class as `module:Class`.
         options: the keyword arguments of the strategy's class.
 
     Raises:
         UnknownNameError: no strategy, or no device, has that name.
-        UsageError: an option is unknown or cannot work here, or `module:Class` leads to no strategy.
+        UsageError: an option is unknown or cannot be used here, or `module:Class` is not a strategy.
     """
-    constructor = _users_own(name) if ":" in name else _ours(name)
-    constructor = constructor.of_job(_world())
-    strategy: Strategy = registry.call(constructor, kind="strategy", name=name, options=options)
+    strategy_class = _users_class(name) if ":" in name else _class(name)
+    strategy_class = strategy_class.of_job(_world())
+    strategy: Strategy = registry.call(strategy_class, kind="strategy", name=name, options=options)
     if not traits(name).processes:
         _warn_of_other_processes(name)
     return strategy
 
 
 def _warn_of_other_processes(name: str) -> None:
-    """Warns that processes of one job train apart from each other."""
+    """Warns if this process belongs to a job, whose processes would train independently of each other."""
     world = _world()
     if world.world_size > 1:
         warnings.warn(
             f"This process is {world.rank + 1} of {world.world_size} of a job ({world.source}), and the strategy "
-            f"`{name}` trains in one process: each process of the job trains by itself, on all data that it is given. "
-            f"To train together, use one of {', '.join(f'`{one}`' for one in having('processes'))}",
+            f"`{name}` trains in one process: each process of the job trains a model of its own. "
+            f"To train one model, use one of {', '.join(f'`{other}`' for other in having('processes'))}",
             stacklevel=4,
         )
 
@@ -117,19 +116,19 @@ def _world() -> World:
         return World()
 
 
-def _ours(name: str) -> type[Strategy]:
+def _class(name: str) -> type[Strategy]:
     registry.require_known(name, "strategy", names())
     strategy: type[Strategy] = importlib.import_module(f"{__name__}.{name}").STRATEGY
     return strategy
 
 
-def _users_own(reference: str) -> type[Strategy]:
+def _users_class(reference: str) -> type[Strategy]:
     from tfdist.strategies.base import Strategy
 
-    found = registry.resolve(reference, "strategy")
-    if not (isinstance(found, type) and issubclass(found, Strategy)):
+    users_class = registry.resolve(reference, "strategy")
+    if not (isinstance(users_class, type) and issubclass(users_class, Strategy)):
         raise UsageError(
             f"The strategy `{reference}` is not a subclass of `tfdist.strategies.base.Strategy`",
             "write one as docs/strategies.md shows",
         )
-    return found
+    return users_class

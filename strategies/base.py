@@ -1,4 +1,4 @@
-"""The class from which every strategy derives, also one of your own: see docs/strategies.md."""
+"""The base class of all strategies, including your own: see docs/strategies.md."""
 
 from tfdist.training.strategy import TrainingStrategy as Strategy
 

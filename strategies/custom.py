@@ -1,10 +1,10 @@
-"""`custom`: data parallelism on the devices of this machine in a graph of our own. The fastest strategy on CPUs.
+"""`custom`: data parallelism on the devices of this machine, in one graph. The fastest strategy on CPUs.
 
-There is one copy of the variables, on the first device. CPU devices of the host, which share its memory, are computed
-by it without sending anything, while other GPUs are sent the copy in each step, so that `mirrored` is the choice for
-several GPUs. The step of one device is partitioned (see `tfdist.spmd`): each replica computes the gradients of its part
-of the batch, and they are added on the first device and applied there in one fused update, all inside one graph that
-runs many steps. One copy cannot drift apart and needs no scope; models and checkpoints are plain Keras.
+There is one copy of the variables, on the first device. Logical CPU devices share the memory of the host, which
+computes all their replicas, so that nothing is copied. With several GPUs the variables are copied to the others in each
+step; use `mirrored` there. The step of one device is partitioned (see `tfdist.spmd`): each replica computes the
+gradients of its part of the batch; they are added on the first device and applied there in one fused update. One graph
+runs many steps. The variables need no scope; models and checkpoints are plain Keras.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class CustomStrategy(base.Strategy):
         self.divide_by_speeds(speeds)
 
     def set_up(self) -> None:
-        # CPU devices share the memory of the host: it computes for all of them, so that nothing is sent between them.
+        # The host computes for all logical CPU devices, which share its memory: nothing is copied between them.
         on_host = self.devices[0] == "CPU:0" and all(device.startswith("CPU:") for device in self.devices)
         self._mesh = Mesh(["CPU:0"] * len(self.devices) if on_host else self.devices)
 

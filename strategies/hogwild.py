@@ -2,9 +2,9 @@
 
     thread    reads the variables, computes the gradients of a whole batch, and updates the variables
 
-Nobody locks: a thread may read what another one is about to change, and of two updates of the same number at the same
-time one may be lost. That seldom happens where a step changes few rows of a large table, as for a bag of words, and
-this is what the method is for.
+There are no locks: a thread may read a value that another thread is about to change, and one of two simultaneous
+updates of the same element may be lost. Both are rare where a step changes few rows of a large table, such as the
+embedding of a bag of words, for which the method is meant.
 
 Source: Recht, Ré, Wright and Niu, Hogwild!: A Lock-Free Approach to Parallelizing Stochastic Gradient Descent,
 NIPS 2011.
@@ -39,8 +39,8 @@ class HogwildStrategy(base.Strategy):
     """Trains on one device with several threads, each of which takes whole batches.
 
     Args:
-        workers: the number of threads; the number of cores if not said. One thread computes what `single` does.
-        locks: one thread at a time updates the variables, for comparison.
+        workers: the number of threads; default: the number of cores. One thread computes what `single` does.
+        locks: only one thread at a time updates the variables; for comparisons.
         options: see `tfdist.strategies.base.Strategy`.
     """
 
@@ -76,7 +76,7 @@ class HogwildStrategy(base.Strategy):
     def runs_eagerly(self, model: Any) -> bool:
         if model.run_eagerly and not self.alone:
             raise UsageError(
-                f"The model `{model.name}` runs eagerly, where Python lets one thread at a time compute",
+                f"The model `{model.name}` runs eagerly, and Python lets only one thread at a time compute",
                 "compile without `run_eagerly`, or use `single`",
             )
         return super().runs_eagerly(model)
@@ -105,10 +105,10 @@ class HogwildStrategy(base.Strategy):
         return closures.ClosureProgram(self, steps)
 
     def unseeded(self) -> Any:
-        return None if self.alone else closures.unseeded_of(self)  # Keras' own is of one thread
+        return None if self.alone else closures.unseeded_of(self)  # Keras' own generator is for one thread
 
     def replica(self) -> LockingReplica:
-        """What a thread's step on a whole batch does."""
+        """The replica of a thread, which computes steps on whole batches."""
         return LockingReplica(self._mutex)
 
 

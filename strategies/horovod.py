@@ -1,7 +1,7 @@
-"""`horovod`: Horovod's operations add the gradients; a copy of every variable in each process of a job.
+"""`horovod`: data parallelism over the processes of a job, with Horovod's all-reduce.
 
     horovodrun, mpirun                      set the ranks of the processes, and Horovod connects them
-    TF_CONFIG, Slurm, `--workers N`         tfdist connects the processes, over Gloo
+    TF_CONFIG, Slurm, `--workers N`         tfdist connects the processes, with Gloo
 
 Source: Sergeev and Del Balso, Horovod: fast and easy distributed deep learning in TensorFlow, arXiv:1802.05799, 2018.
 """
@@ -18,10 +18,10 @@ from tfdist.interface.traits import Traits
 
 
 class HorovodStrategy(DataParallel):
-    """Trains on all processes of a job, over MPI or over Gloo.
+    """Trains on all processes of a job, over MPI or Gloo.
 
     Args:
-        timeline: the file to write Horovod's timeline of this job to, see `tfdist.groups.horovod_timeline`.
+        timeline: the file for Horovod's timeline of this job, see `tfdist.groups.horovod_timeline`.
         options: see `tfdist.data_parallel.strategy.DataParallel`.
     """
 

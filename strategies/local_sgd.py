@@ -1,10 +1,10 @@
-"""`local_sgd`: processes train independently and synchronize from time to time, by a rule of the mean of their weights.
+"""`local_sgd`: processes train independently and synchronize from time to time, by one of these rules:
 
-    average       the mean                                                             every 16 steps
-    slowmo        a momentum over the moves from one synchronization to the next       every 48
-    diloco        an optimizer of Keras' takes the moves for gradients                 every 500
-    easgd         a centre that the processes are drawn to, and keep apart from        every 10
-    module:function   the user's own rule, see `tfdist.relaxed.outer_rules`            every 16
+    average           the mean                                                          every 16 steps
+    slowmo            momentum over the changes between synchronizations                every 48 steps
+    diloco            a Keras optimizer that takes the changes for gradients            every 500 steps
+    easgd             processes are drawn to a centre, and keep their own weights       every 10 steps
+    module:function   a user's rule, see `tfdist.relaxed.outer_rules`                   every 16 steps
 
 The sources are named in `tfdist.relaxed.outer_rules` and `tfdist.relaxed.outer`.
 """
@@ -21,36 +21,35 @@ from tfdist.interface.bound import Averaging, Bound
 from tfdist.interface.program import Program, Steps
 from tfdist.interface.traits import Traits
 from tfdist.options import Count, CountOrZero, Factor, Fraction
-from tfdist.relaxed import apart, streaming
-from tfdist.relaxed import local_sgd as programs
-from tfdist.relaxed.averages import Averages
 from tfdist.relaxed.averaging_rule import AveragingRule
+from tfdist.relaxed.local_sgd import AveragingProgram, PostLocalProgram
+from tfdist.relaxed.strategy import IndependentStrategy
 
 
-class LocalSgdStrategy(apart.ApartStrategy):
-    """Trains on all processes of a job, which meet after a number of steps, see `tfdist.relaxed.apart`.
+class LocalSgdStrategy(IndependentStrategy):
+    """Trains on all processes of a job, which synchronize after a number of steps.
 
     Args:
-        outer: the rule: "average", "slowmo", "diloco", "easgd", or the user's own as `module:function`.
-        sync_every: the number of steps from one meeting to the next, counted from the beginning of an epoch, or
-            "epoch"; `None` is that of the rule.
-        local_from: the step of the run from which on processes train apart; before, they train in lock-step.
-        engine: what carries the weights: "sockets", "mpi", "horovod", or "auto", which is MPI in processes that
-            `mpirun` has started, else sockets.
-        compression: how the moves of the weights are sent: "none", "bf16", "fp16" or "int8", with error feedback.
-        slow_momentum: of `slowmo`, beta of Wang et al.; 0.5 if not said.
-        slow_rate: of `slowmo`, their alpha; 1 if not said.
-        outer_optimizer: of `diloco`, an optimizer of Keras', or its name; if not said, SGD with a rate of 0.7 and
-            Nesterov's momentum of 0.9.
-        fragments: of `diloco`, the number of parts of the weights that meet one after the other; 1 if not said.
-        overlap: of `diloco`, the number of steps while a fragment travels; 0 if not said.
-        mixing: of `diloco`, what a process keeps of its own weights when a fragment has come; 0 if not said.
-        moving_rate: of `easgd`, alpha of Zhang et al.; 0.9 divided by the number of processes if not said.
-        options: see `tfdist.relaxed.apart.ApartStrategy`.
+        outer: the rule: "average", "slowmo", "diloco", "easgd", or a user's rule as `module:function`.
+        sync_every: the number of steps between synchronizations, counted from the beginning of an epoch, or "epoch"; by
+            default that of the rule.
+        local_from: the step of the run from which on processes train independently; earlier steps are synchronous.
+        engine: the transport of the weights: "sockets", "mpi", "horovod", or "auto", which is MPI in processes that
+            `mpirun` has started, and otherwise sockets.
+        compression: how the changes of the weights are sent: "none", "bf16", "fp16" or "int8", with error feedback.
+        slow_momentum: for `slowmo`, beta of Wang et al.; default: 0.5.
+        slow_rate: for `slowmo`, alpha of Wang et al.; default: 1.
+        outer_optimizer: for `diloco`, a Keras optimizer or its name; default: SGD with a learning rate of 0.7 and
+            Nesterov momentum of 0.9.
+        fragments: for `diloco`, the number of fragments of the weights that are synchronized in turn; default: 1.
+        overlap: for `diloco`, the number of steps while a fragment is on its way; default: 0.
+        mixing: for `diloco`, the fraction of its own weights that a process keeps when a fragment arrives; default: 0.
+        moving_rate: for `easgd`, alpha of Zhang et al.; default: 0.9 divided by the number of processes.
+        options: see `tfdist.relaxed.strategy.IndependentStrategy`.
     """
 
     name = "local_sgd"
-    split_once: ClassVar[bool] = False  # each process has its part of each batch, instead of a part of the dataset
+    split_once: ClassVar[bool] = False  # each batch is divided among the processes, instead of the dataset
 
     def __init__(
         self,
@@ -69,7 +68,7 @@ class LocalSgdStrategy(apart.ApartStrategy):
         moving_rate: Annotated[float, Field(ge=0, le=1)] | None = None,
         **options: Any,
     ):
-        given = {
+        rule_options = {
             "slow_momentum": slow_momentum,
             "slow_rate": slow_rate,
             "outer_optimizer": outer_optimizer,
@@ -78,10 +77,10 @@ class LocalSgdStrategy(apart.ApartStrategy):
             "mixing": mixing,
             "moving_rate": moving_rate,
         }
-        self._rule = AveragingRule(outer, given, sync_every, compression)
+        self._rule = AveragingRule(outer, rule_options, sync_every, compression)
         self.outer, self.sync_every, self.compression = outer, self._rule.sync_every, compression
         self.local_from = local_from
-        super().__init__(engine=engine, alike=self._own_options(), **options)
+        super().__init__(engine=engine, same_settings=self._algorithm_options(), **options)
 
     @property
     def bound(self) -> Bound | None:
@@ -90,27 +89,23 @@ class LocalSgdStrategy(apart.ApartStrategy):
         return Averaging(self.sync_every, plain=self._rule.is_plain)
 
     def options(self) -> dict[str, Any]:
-        return super().options() | self._own_options()
+        return super().options() | self._algorithm_options()
 
     @property
     def remembers(self) -> bool:  # type: ignore[override]
         return not self._rule.is_plain
 
     def program(self, steps: Steps) -> Program:
-        alone = self.world.world_size == 1 and self._rule.is_plain
-        if steps.kind != "train" or alone:
+        is_single_device = self.world.world_size == 1 and self._rule.is_plain
+        if steps.kind != "train" or is_single_device:
             return super().program(steps)
         self.require_whole_data(steps)
-        model, rule = steps.model, self._rule
-        local = self._local(steps, self.averages_of(model, lambda: rule.averages(self.group, model, self.devices[0])))
+        model = steps.model
+        averages = self.averages_of(model, lambda: self._rule.averages(self.group, model, self.devices[0]))
+        local = AveragingProgram(self, steps, self.sync_every, averages, split_once=self.split_once)
         if not self.local_from:
             return local
-        return programs.PostLocalProgram(model, self.local_from, super().program(steps), local)
-
-    def _local(self, steps: Steps, averages: Averages) -> Program:
-        if isinstance(averages, streaming.Streaming):
-            return streaming.StreamingProgram(self, steps, averages, split_once=self.split_once)
-        return programs.AveragingProgram(self, steps, self.sync_every, averages, split_once=self.split_once)
+        return PostLocalProgram(model, self.local_from, super().program(steps), local)
 
     def check(self, model: Any) -> None:
         super().check(model)
@@ -121,7 +116,7 @@ class LocalSgdStrategy(apart.ApartStrategy):
                 "pass the optimizer to `compile`, or leave `local_from` out",
             )
 
-    def _own_options(self) -> dict[str, Any]:
+    def _algorithm_options(self) -> dict[str, Any]:
         return self._rule.options() | {"local_from": self.local_from}
 
 

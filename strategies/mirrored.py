@@ -1,6 +1,6 @@
-"""`mirrored`: `tf.distribute.MirroredStrategy`, a copy of every variable on each device of this machine.
+"""`mirrored`: `tf.distribute.MirroredStrategy`, with a copy of every variable on each device of this machine.
 
-TensorFlow keeps the copies and computes the all-reduce; the step of one device is partitioned (see `tfdist.spmd`).
+TensorFlow manages the copies and computes the all-reduce; the step of one device is partitioned (see `tfdist.spmd`).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class MirroredStrategy(base.Strategy):
         self.divide_by_speeds(speeds)
 
     def set_up(self) -> None:
-        # Between logical CPU devices, which share their memory, a plain sum is the cheapest reduction.
+        # Logical CPU devices share their memory, so that a plain sum is the cheapest all-reduce.
         on_cpu = all(device.startswith("CPU") for device in self.devices)
         operations = tf.distribute.ReductionToOneDevice() if on_cpu else None
         strategy = tf.distribute.MirroredStrategy(self.devices, cross_device_ops=operations)

@@ -1,6 +1,6 @@
-"""`mpi`: MPI adds the gradients, through mpi4py; a copy of every variable in each process that `mpirun` has started.
+"""`mpi`: data parallelism over the processes that `mpirun` has started, with MPI's all-reduce through mpi4py.
 
-It is what `horovod` is over MPI, without Horovod: nothing has to be built for the version of TensorFlow.
+It does the same as `horovod` over MPI, without Horovod: nothing has to be built for the version of TensorFlow.
 """
 
 from __future__ import annotations
@@ -11,11 +11,7 @@ from tfdist.interface.traits import Traits
 
 
 class MpiStrategy(DataParallel):
-    """Trains on the processes that `mpirun` has started.
-
-    Args:
-        options: see `tfdist.data_parallel.strategy.DataParallel`.
-    """
+    """Trains on the processes that `mpirun` has started; for its options see `tfdist.data_parallel.strategy`."""
 
     name = "mpi"
 

@@ -1,7 +1,7 @@
-"""`mpi_split`: each process of MPI's world trains on its own part of the data, and the weights are averaged.
+"""`mpi_split`: each MPI process trains on its own part of the data, and the weights are averaged.
 
-The baseline that published comparisons of MPI with TensorFlow's own strategies use: local SGD with the plain mean, the
-data split once by `np.array_split`, the initial weights of process 0, and averaging outside the graph by mpi4py.
+It is the baseline in published comparisons of MPI with TensorFlow's own strategies: local SGD with the plain mean, the
+data split once by `np.array_split`, the initial weights of process 0, and averaging outside the graph with mpi4py.
 `evaluate` and `predict` are exact.
 """
 
@@ -18,12 +18,12 @@ class MpiSplitStrategy(local_sgd.LocalSgdStrategy):
     """Trains on the processes that `mpirun` has started.
 
     With `sync_every=1` and SGD, with or without momentum, the result is that of synchronous training on the joined
-    batches of the processes. Otherwise the weights of the processes drift apart for up to `sync_every` steps: with SGD
-    of rate r and gradients of norm at most G, each moves at most r * G * sync_every from the last average. The norm of
-    the difference from the mean, before averaging, is logged as `disagreement`.
+    batches of the processes. Otherwise the weights of the processes diverge for up to `sync_every` steps: with SGD at
+    learning rate r and gradients of norm at most G, each moves at most r * G * sync_every from the last average. The
+    norm of the difference from the mean, before averaging, is logged as `disagreement`.
 
     Args:
-        sync_every: "epoch", or the number of steps after which the weights are averaged.
+        sync_every: "epoch", or the number of steps between averagings.
         options: see `tfdist.training.job_strategy.JobStrategy`.
     """
 

@@ -1,4 +1,4 @@
-"""`multiworker`: `tf.distribute.MultiWorkerMirroredStrategy`, a copy of every variable in each process of a job.
+"""`multiworker`: `tf.distribute.MultiWorkerMirroredStrategy`, with a copy of every variable in each process of a job.
 
 Every process runs the same program on the same data and takes its part of each global batch. Sockets, or TensorFlow's
 collectives, compute the all-reduce; the rest of Keras' step is local.
@@ -31,19 +31,19 @@ COMMUNICATIONS = {
     "ring": Communication.RING,
     "nccl": Communication.NCCL,
 }
-# Gradients in the buffers of NCCL and of TensorFlow's ring, which are sent while the next ones are computed.
+# The gradient buffers of NCCL and of TensorFlow's ring, which are sent while the next gradients are computed.
 BUFFER_BYTES = 32 << 20
 
 
 class MultiWorkerStrategy(DataParallel):
-    """Trains on all processes that TF_CONFIG, or Slurm, names: on all GPUs of each, or on its CPU as one device.
+    """Trains on all processes that TF_CONFIG or Slurm names: on all GPUs of a process, or on its CPU as one device.
 
-    With several `stages`, the variables are ordinary ones, since TensorFlow's strategy has each variable on one device
-    of a process, or on all of them, and never on that of a stage.
+    With several `stages`, the variables are plain, since TensorFlow's strategy cannot place a variable on the device of
+    a stage.
 
     Args:
         communication: how replicas exchange tensors. "ring" and "nccl" are TensorFlow's; "sockets" is faster than
-            "ring" on CPUs; "auto" is NCCL where there are GPUs, else sockets if the processes can connect, else "ring".
+            "ring" on CPUs; "auto" is "nccl" with GPUs, otherwise "sockets" if the processes can connect, or "ring".
         timeout_seconds: how long a process may be silent.
         options: see `tfdist.data_parallel.strategy.DataParallel`.
 
@@ -67,14 +67,14 @@ class MultiWorkerStrategy(DataParallel):
         if communication not in COMMUNICATIONS:
             raise UnknownNameError("communication", communication, COMMUNICATIONS)
         self._communication = communication
-        alike = dict(job_settings or {}) | {"communication": communication}
-        super().__init__(timeout_seconds=timeout_seconds, job_settings=alike, **options)
+        settings = dict(job_settings or {}) | {"communication": communication}
+        super().__init__(timeout_seconds=timeout_seconds, job_settings=settings, **options)
 
     def join(self) -> ProcessGroup:
         if self.world.tasks_of("ps"):
             raise UsageError(
                 "`TF_CONFIG` has parameter servers, and `multiworker` has no use for them",
-                "use the strategy `parameter_server`, or a cluster of workers alone",
+                "use the strategy `parameter_server`, or a cluster of workers only",
             )
         self.world.require_addresses(self.name)
         if self.is_staged:
@@ -96,13 +96,13 @@ class MultiWorkerStrategy(DataParallel):
 
     @property
     def _collectives(self) -> str:
-        """The `communication` for TensorFlow's collectives, which themselves choose a ring on GPUs too."""
+        """The `communication` for TensorFlow's collectives, whose own choice would be a ring on GPUs, too."""
         if self._communication != "auto" or self.devices[0] == "CPU:0":
             return self._communication
         return "ring" if gpus.are_shared(self.world, os.environ) else "nccl"
 
     def _sockets(self, joined: JoinedJob) -> ProcessGroup | None:
-        """Sockets between the processes; `None` if they cannot connect, or need not."""
+        """Connects the processes by sockets; returns `None` if they cannot connect or do not need to."""
         required = self._communication == SOCKETS
         if required and len(self.devices) > 1:
             raise UsageError(

@@ -1,8 +1,8 @@
 """`pipeline`: stages of one model on several devices of this machine.
 
-The operations of the model are cut into contiguous stages; each stage, its gradients, its variables and their slots are
-on its own device, and while one stage computes a micro-batch, the stage before it computes the next one. The step of
-one device is partitioned for the micro-batches as for replicas (`tfdist.spmd`).
+The operations of the model are cut into contiguous stages. Each stage has its own device, with its gradients, variables
+and slots; while a stage computes a micro-batch, the stage before it computes the next micro-batch. The step of a single
+device is partitioned for the micro-batches as it is for replicas (`tfdist.spmd`).
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ from tfdist.strategies import base
 
 
 class PipelineStrategy(base.Strategy):
-    """Trains on all GPUs, or on two logical CPU devices, unless `devices` is set; one stage on each.
+    """Trains with one stage per device: all GPUs, or two logical CPU devices, unless `devices` is set.
 
     Args:
-        micro_batches: the parts of a global batch that go through the stages one after the other; 1 is layer-wise
-            model parallelism, where one device computes at a time.
-        schedule: the order in which a stage computes them: "gpipe", "1f1b", or "2bw", with which the gradients of a
-            step are those at the weights of before the last update; see `tfdist.pipeline_parallel.schedule`.
-        balance: what is made even between the stages: "time", measured, or "memory".
-        stages: the name of the first layer of each stage but the first; `None` lets `balance` choose.
+        micro_batches: the number of parts of a global batch, which go through the stages one after the other; 1 is
+            layer-wise model parallelism, where only one device computes at a time.
+        schedule: the order in which a stage computes micro-batches: "gpipe", "1f1b", or "2bw", which takes gradients at
+            the weights from before the last update; see `tfdist.pipeline_parallel.schedule`.
+        balance: what the stages have equal amounts of: "time", which is measured, or "memory".
+        stages: the name of the first layer of each stage except the first; `None` chooses by `balance`.
         options: see `tfdist.strategies.base.Strategy`.
     """
 
@@ -55,14 +55,14 @@ class PipelineStrategy(base.Strategy):
         stages: LayerNames = None,
         **options: Any,
     ):
-        self._own: dict[str, Any] = {"micro_batches": micro_batches, "schedule": schedule, "balance": balance}
-        self._named = stages
+        self._settings: dict[str, Any] = {"micro_batches": micro_batches, "schedule": schedule, "balance": balance}
+        self._first_layers = stages
         self.as_one_device = schedule != delayed.NAME
         super().__init__(**options)
 
     def set_up(self) -> None:
-        self._stages = Stages(self.devices, **self._own, named=self._named)
-        self._mesh = PipelineMesh(self.devices, self._stages.micro_batches, self._own["schedule"])
+        self._stages = Stages(self.devices, **self._settings, named=self._first_layers)
+        self._mesh = PipelineMesh(self.devices, self._stages.micro_batches, self._settings["schedule"])
 
     @property
     def mesh(self) -> PipelineMesh:
@@ -80,7 +80,7 @@ class PipelineStrategy(base.Strategy):
         return len(self.devices) == 1 and super().single_threaded
 
     def scope(self) -> contextlib.AbstractContextManager[Any]:
-        # A model may be too large for any one of the devices. Its variables move to them when it is cut.
+        # A model may be too large for a single device; its variables move to the devices when it is cut into stages.
         return tf.device("CPU:0")
 
     def check(self, model: Any) -> None:
@@ -88,8 +88,8 @@ class PipelineStrategy(base.Strategy):
 
     def program(self, steps: Steps) -> Program:
         self._stages.place(steps, self.num_replicas)
-        late = delayed.is_delayed(self._own["schedule"], steps.kind)
-        return delayed.program(self, steps) if late else super().program(steps)
+        is_delayed = delayed.is_delayed(self._settings["schedule"], steps.kind)
+        return delayed.program(self, steps) if is_delayed else super().program(steps)
 
     def check_callbacks(self, callbacks: Iterable[Any]) -> None:
         super().check_callbacks(callbacks)
@@ -100,7 +100,7 @@ class PipelineStrategy(base.Strategy):
         delayed.begin_anew(model)
 
     def plan_of(self, model: Any) -> Plan | None:
-        """The stages of `model`, once it has been trained or used; `None` before, and for one stage."""
+        """The stages of `model`; `None` for a single stage, and before the model is first used."""
         return self._stages.plan_of(model)
 
     def guard(self) -> contextlib.AbstractContextManager[Any]:
@@ -110,7 +110,7 @@ class PipelineStrategy(base.Strategy):
         return self._stages.described(model)
 
     def options(self) -> dict[str, Any]:
-        return super().options() | self._own | {"stages": self._named and list(self._named)}
+        return super().options() | self._settings | {"stages": self._first_layers and list(self._first_layers)}
 
 
 STRATEGY = PipelineStrategy

@@ -1,6 +1,6 @@
-"""`single`: one device, the baseline that the others are compared with.
+"""`single`: one device, the baseline for all other strategies.
 
-No `tf.distribute.Strategy` is involved: variables are plain, and a step is Keras' own `train_step` in the shared loop.
+There is no `tf.distribute.Strategy`: variables are plain, and a step is Keras' own `train_step` in the shared loop.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from tfdist.strategies import base
 
 
 class SingleStrategy(base.Strategy):
-    """Trains on one device: the first GPU, else the CPU, unless `devices` names another.
+    """Trains on one device: unless `devices` is set, the first GPU, or the CPU if there is none.
 
     Args:
-        exclusive: hides all other GPUs from TensorFlow, which would reserve their memory; no other strategy can use
-            them in this process.
+        exclusive: hides all other GPUs from TensorFlow, which would reserve their memory. No other strategy in this
+            process can use them.
         options: see `tfdist.strategies.base.Strategy`.
     """
 

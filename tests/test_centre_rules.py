@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from tfdist.relaxed import centre_rules
-from tfdist.relaxed.centre_rules import Downpour, Eamsgd, Easgd, walked
+from tfdist.relaxed.centre_rules import Downpour, Eamsgd, Easgd, run_one_worker
 
 RULES = [Downpour(1, 1), Downpour(3, 2), Downpour(2, 3), Easgd(1, 0.4), Easgd(3, 0.3), Eamsgd(2, 0.4, 0.9)]
 
@@ -18,7 +18,7 @@ def test_the_synopsis_runs():
 
 def test_elastic_averaging_is_that_of_the_paper_with_the_gradient_before_the_pull():
     """Gradient -1, rate 1, a = 1: at t = 2 the worker is at 2, goes on to 3, and is pulled back by 2."""
-    own, centre = walked(Easgd(every=2, moving_rate=1.0), lambda x: x + 1, steps=7)
+    own, centre = run_one_worker(Easgd(every=2, moving_rate=1.0), lambda x: x + 1, steps=7)
     assert own == [1, 2, 1, 2, 3, 4, 3]
     assert centre == [0, 0, 2, 2, 2, 2, 4]
 
@@ -27,7 +27,7 @@ def test_elastic_averaging_is_that_of_the_paper_with_the_gradient_before_the_pul
 @pytest.mark.parametrize("moving_rate", [0.0, 0.25, 1.0])
 def test_elastic_averaging_equals_the_published_loop(every, moving_rate):
     rate, x, centre = 0.1, np.array([1.0, -2.0]), np.array([0.5, 0.5])
-    own, centres = walked(Easgd(every, moving_rate), lambda x: x - rate * x**3, 9, centre)
+    own, centres = run_one_worker(Easgd(every, moving_rate), lambda x: x - rate * x**3, 9, centre)
     x = centre
     for t in range(9):
         pulled = moving_rate * (x - centre) if t % every == 0 else 0.0
@@ -41,7 +41,7 @@ def test_elastic_averaging_equals_the_published_loop(every, moving_rate):
 @pytest.mark.parametrize("moving_rate", [0.0, 0.25])
 def test_elastic_averaging_with_momentum_equals_the_published_loop(every, moving_rate):
     rate, momentum, centre = 0.1, 0.9, np.array([0.5, -2.0])
-    own, centres = walked(Eamsgd(every, moving_rate, momentum), lambda x: x - rate * x**3, 9, centre)
+    own, centres = run_one_worker(Eamsgd(every, moving_rate, momentum), lambda x: x - rate * x**3, 9, centre)
     x, v = centre, np.zeros(2)
     for t in range(9):
         pulled = moving_rate * (x - centre) if t % every == 0 else 0.0
@@ -53,7 +53,7 @@ def test_elastic_averaging_with_momentum_equals_the_published_loop(every, moving
 
 
 def test_without_exchanges_the_momentum_is_that_of_nesterov_in_keras():
-    own, _ = walked(Eamsgd(100, 0.0, 0.9), lambda x: x - 0.1 * 2 * x, 5, np.float32(1.0))
+    own, _ = run_one_worker(Eamsgd(100, 0.0, 0.9), lambda x: x - 0.1 * 2 * x, 5, np.float32(1.0))
     variable, optimizer = keras.Variable(1.0), keras.optimizers.SGD(0.1, momentum=0.9, nesterov=True)
     for expected in own:
         optimizer.apply([2 * variable.value], [variable])
@@ -62,7 +62,7 @@ def test_without_exchanges_the_momentum_is_that_of_nesterov_in_keras():
 
 @pytest.mark.parametrize(("push_every", "fetch_every"), [(1, 1), (2, 2), (5, 5), (2, 3), (3, 2), (1, 7), (7, 1)])
 def test_one_worker_of_downpour_does_the_steps_of_one_device(push_every, fetch_every):
-    own, _ = walked(Downpour(push_every, fetch_every), lambda x: x - 0.1 * x**3, 20, np.array([1.0, -2.0]))
+    own, _ = run_one_worker(Downpour(push_every, fetch_every), lambda x: x - 0.1 * x**3, 20, np.array([1.0, -2.0]))
     x = np.array([1.0, -2.0])
     for found in own:
         x = x - 0.1 * x**3
@@ -101,7 +101,7 @@ def test_what_workers_of_downpour_have_changed_comes_to_the_centre_once():
     rule = Downpour(3, 2)
     owns, memories, centre = together(rule, 100, step=lambda worker, own: own + 1.0 + worker, seed=4)[-1]
     counts = np.bincount(np.random.default_rng(4).integers(3, size=100), minlength=3)
-    left = sum(rule.left(own, memory)[1] for own, memory in zip(owns, memories, strict=True))
+    left = sum(rule.final_push(own, memory)[1] for own, memory in zip(owns, memories, strict=True))
     np.testing.assert_allclose(centre + left, np.array([0.0, 1.0]) + counts @ [1.0, 2.0, 3.0])
 
 

@@ -536,7 +536,7 @@ class TestResume:
             chosen.fit(network(), data(), epochs=3, verbose=0, callbacks=[keep, *callbacks], **steps)
             return keep
 
-        with pytest.warns(match="a run that is resumed begins at an epoch's start"), pytest.raises(KilledError):
+        with pytest.warns(match="a resumed run begins with an epoch"), pytest.raises(KilledError):
             train(Kill(2 * STEPS + 3))
         assert [path.name for path in checkpoint_format.paths(tmp_path)] == ["step-00000012.ckpt", "step-00000006.ckpt"]
         with pytest.warns(match="saves at the end of the epoch"):

@@ -32,8 +32,8 @@ def test_a_topology_is_doubly_stochastic_and_connects_all(name, size):
         ([[1.0]], "`topology` is 1 x 1, and the job has 2 processes"),
         ([[0.5, 0.5], [0.6, 0.4]], "not doubly stochastic: column 0 sums to 1.1"),
         ([[0.5, 0.3], [0.5, 0.6]], "not doubly stochastic: row 0 sums to 0.8"),
-        ([[1.5, -0.5], [-0.5, 1.5]], "weights below zero"),
-        ([[1.0, 0.0], [0.0, 1.0]], "falls apart"),
+        ([[1.5, -0.5], [-0.5, 1.5]], "weights that are below zero"),
+        ([[1.0, 0.0], [0.0, 1.0]], "is not connected"),
         ("rings", "Unknown topology `rings`"),
         ([["a", "b"]], "no matrix"),
     ],
@@ -114,7 +114,7 @@ def test_push_sum_that_is_resumed_pushes_to_whom_an_unbroken_run_pushes(size):
         expected = [pushes(unbroken) for _ in range(8)]
         for step in range(8):
             resumed = PushSum(rank, size)
-            resumed.goes_on_from(step)
+            resumed.resume_at(step)
             assert pushes(resumed) == expected[step]
 
 
@@ -143,7 +143,7 @@ def test_adpsgd_keeps_the_sum_and_shrinks_the_distance(size):
         for rank, machine in enumerate(machines):
             found[rank], messages = machine.finish(found[rank])
             flying += [(to, rank, message) for to, message in messages]
-    assert not any(machine.owes for machine in machines)
+    assert not any(machine.awaits_reply for machine in machines)
     np.testing.assert_allclose(np.mean(found, axis=0), at.mean(axis=0))
     assert np.std(found, axis=0).max() <= 1e-3 * np.std(at, axis=0).max() + 1e-12
 

@@ -9,7 +9,7 @@ from tfdist import strategies
 from tfdist.data.input.dataset_feed import BatchFeed
 from tfdist.errors import UnknownNameError, UsageError
 from tfdist.interface import state as strategy_state
-from tfdist.relaxed import averages, compression, outer_rules
+from tfdist.relaxed import averages, flat_weights, outer_rules
 from tfdist.relaxed import outer as outer_weights
 from tfdist.verification import comparison as verification
 
@@ -58,29 +58,29 @@ def test_elastic_weights_and_their_centre_move_towards_each_other():
 @pytest.mark.parametrize("length", [0, 1, 1024, 3000])
 def test_what_is_encoded_comes_back_rounded(name, size, most, length):
     values = np.random.default_rng(0).normal(size=length).astype("float32")
-    sent = compression.encode(name, values)
-    assert len(sent) <= size * length + 4 * -(-length // compression.BLOCK) * (name == "int8")
-    back = compression.decode(name, sent, length)
+    sent = flat_weights.encode(name, values)
+    assert len(sent) <= size * length + 4 * -(-length // flat_weights.BLOCK) * (name == "int8")
+    back = flat_weights.decode(name, sent, length)
     assert back.dtype == np.float32
     np.testing.assert_allclose(back, values, atol=most * max(abs(values).max(initial=0), 1))
 
 
 def test_zeros_are_sent_as_zeros():
     for name in ("bf16", "fp16", "int8"):
-        assert not compression.decode(name, compression.encode(name, np.zeros(5, "float32")), 5).any()
+        assert not flat_weights.decode(name, flat_weights.encode(name, np.zeros(5, "float32")), 5).any()
 
 
 def test_what_is_lost_as_moves_are_encoded_is_sent_with_the_next_ones():
     """Of two processes, each of which keeps what was lost of its own moves (Karimireddy et al., ICML 2019)."""
     weight = keras.Variable(np.zeros(50, np.float32))
-    outer = outer_weights.ByRule([weight], "CPU:0", outer_rules.average)
+    outer = outer_weights.RuleOuterOptimizer([weight], "CPU:0", outer_rules.average)
     outer.begin()
-    feedback = averages._Feedback(outer, "int8")
+    feedback = averages._ErrorFeedback(outer, "int8")
     moved, theirs = np.random.default_rng(0).normal(size=(2, 50)).astype("float32")
     sent = []
 
     def of_all(encoding, values):
-        arrived = [compression.decode(encoding, compression.encode(encoding, one), 50) for one in (values, theirs)]
+        arrived = [flat_weights.decode(encoding, flat_weights.encode(encoding, one), 50) for one in (values, theirs)]
         sent.append(arrived[0])
         return arrived
 
@@ -220,7 +220,7 @@ def test_an_option_of_gossip_that_cannot_work_is_refused(options, told):
 
 def test_an_outer_optimizer_that_keras_does_not_know_is_refused():
     strategy = tfdist.strategy("local_sgd", outer="diloco", outer_optimizer="sgdd")
-    with pytest.raises(UsageError, match="`outer_optimizer` is `sgdd`, which Keras knows no optimizer by"):
+    with pytest.raises(UsageError, match="`outer_optimizer` is `sgdd`, which is not an optimizer that Keras knows"):
         fit(strategy, made())
 
 
@@ -241,7 +241,7 @@ def test_models_that_a_rule_cannot_be_right_for_are_refused():
     with pytest.raises(UsageError, match="without an optimizer, and the rule `slowmo` needs its learning rate"):
         fit(tfdist.strategy("local_sgd", outer="slowmo"), model)
     averaged = made(keras.optimizers.SGD(0.1, use_ema=True))
-    with pytest.raises(UsageError, match=r"moving average of the weights .* with the rule `diloco` each process has"):
+    with pytest.raises(UsageError, match=r"moving average of the weights .* with the rule `diloco`"):
         fit(tfdist.strategy("local_sgd", outer="diloco"), averaged)
 
 
@@ -254,6 +254,6 @@ def test_callbacks_of_keras_that_save_within_epochs_are_refused(tmp_path):
 def test_backups_without_what_is_remembered_are_refused(tmp_path):
     fit(tfdist.strategy("local_sgd"), made(), callbacks=[keras.callbacks.BackupAndRestore(tmp_path / "kept")])
     for name, options in (("local_sgd", {"outer": "slowmo"}), ("gossip", {})):
-        with pytest.raises(UsageError, match="would lack what the processes remember besides"):
+        with pytest.raises(UsageError, match="would lack the other state of"):
             backup = keras.callbacks.BackupAndRestore(tmp_path / name)
             fit(tfdist.strategy(name, **options), made(), callbacks=[backup])

@@ -14,7 +14,7 @@ from tfdist import simulate
 from tfdist.advisor.costs import Link
 from tfdist.data.input import adapters
 from tfdist.errors import UsageError
-from tfdist.relaxed.centre_rules import MOMENTUM, Eamsgd, Easgd, walked
+from tfdist.relaxed.centre_rules import MOMENTUM, Eamsgd, Easgd, run_one_worker
 from tfdist.simulator import __main__ as simulator
 from tfdist.simulator import algorithms, matrix, simulation
 from tfdist.simulator.replicas import Replicas
@@ -116,7 +116,7 @@ def test_one_worker_and_the_centre_move_as_published(name, rule):
         new, rest[0] = worker.train(0, next(steps), np.asarray(weights, np.float32), rest[0])
         return new
 
-    _, centres = walked(rule, step, 8, worker.initial_weights)
+    _, centres = run_one_worker(rule, step, 8, worker.initial_weights)
     found = trained(name, 1.0, sync_every=3).global_model()[0]
     np.testing.assert_allclose(found, centres[-1], rtol=1e-5, atol=1e-6)
 

@@ -533,7 +533,7 @@ except tfdist.errors.UsageError as error:
 @pytest.mark.thorough
 def test_averaging_each_step_trains_and_logs_as_one_device_whatever_the_loss(tmp_path):
     found = of_two(EACH_STEP, tmp_path, "local_sgd")
-    told = "The layer `norm` is `synchronized`, and processes of `local_sgd` do not meet in a step"
+    told = "The layer `norm` is `synchronized`, and processes of `local_sgd` do not communicate within a step"
     assert found.pop("REFUSED") == [told] * 2
     assert len(found) == 9 * 3 + 1
     apart = {what: max(map(float, differences)) for what, differences in found.items()}

@@ -13,7 +13,7 @@ from tests.processes.test_contract import BY_HAND, STEPS, USERS_STEPS, equality_
 from tests.processes.test_parameter_server import run_script
 from tfdist.errors import UsageError
 from tfdist.parameter_server import clocks, modes
-from tfdist.relaxed.centre_rules import Eamsgd, Easgd, walked
+from tfdist.relaxed.centre_rules import Eamsgd, Easgd, run_one_worker
 
 SYNCHRONOUS = [
     "remainder 1",
@@ -272,11 +272,11 @@ print("SET", float(model.at.numpy()))
 )
 def test_the_centre_moves_as_published_over_epochs_too(tmp_path, options, rule):
     said = run_script(tmp_path, MOVED, json.dumps(options), workers=1)
-    _, centres = walked(rule, lambda own: own + 1.0, 27)
+    _, centres = run_one_worker(rule, lambda own: own + 1.0, 27)
     assert [float(said[f"CENTRE_{epoch}"]) for epoch in range(3)] == pytest.approx(
         [centres[8], centres[17], centres[26]]
     )
-    _, centres = walked(rule, lambda own: own + 1.0, 3, centre=100.0)
+    _, centres = run_one_worker(rule, lambda own: own + 1.0, 3, centre=100.0)
     assert float(said["SET"]) == pytest.approx(centres[-1])
 
 

@@ -1,9 +1,8 @@
 """Callbacks for any Keras code, in stock `model.fit` and in tfdist's loop.
 
 tfdist's loop runs many steps in one call. A callback that overrides batch hooks may define
-`batches_until_hook(batch)`. It returns the number of batches, from batch `batch` of the epoch on, after which
-its hooks must be called next, or None if they are not needed in this epoch. Without it they are called at
-every batch.
+`batches_until_hook(batch)`, which returns the number of batches, from batch `batch` of the epoch on, after which its
+hooks must be called next, or `None` if they are not needed in this epoch. By default they are called at every batch.
 
 Synopsis:
 

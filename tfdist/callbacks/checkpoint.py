@@ -1,20 +1,20 @@
-"""Checkpoints of a training that can be resumed as if it had never been killed.
+"""Checkpoints from which a training can be resumed as if it had never been killed.
 
     model.fit(x, y, epochs=10, callbacks=[Checkpoint("run/checkpoints", every_steps=100, resume=True)])
 
-When what happens, in an epoch of five steps with `every_steps=2`:
+The order of events in an epoch of five steps with `every_steps=2`:
 
-    on_train_begin        resume: everything is given back, after all callbacks have begun anew
+    on_train_begin        resume: the state is restored, after `on_train_begin` of all other callbacks
     step 1, step 2        saved (epoch 0, batch 2)
     step 3, step 4        saved (epoch 0, batch 4)
     step 5, evaluation
-    on_epoch_end          saved (epoch 1, batch 0), after all callbacks have seen the epoch's logs
+    on_epoch_end          saved (epoch 1, batch 0), after `on_epoch_end` of all other callbacks
 
-All optimizers that the model holds are saved, in whatever attribute. What has no variables before the first step could
-not be given back: a model that Keras' own `fit`, or `run_eagerly=True`, would build on the way is refused at the start.
-And metrics that would be made on the way are the reason why a run that is eager is saved at the ends of epochs alone.
+All optimizers in attributes of the model are saved. Variables that do not exist before the first step could not be
+restored: a model that would be built during the first step, by Keras' own `fit` or with `run_eagerly=True`, is refused
+at the start. Eager runs, which also make their metrics during the first step, are saved only at the end of epochs.
 
-The format of the files is in `tfdist.checkpointing.format`, what is in them in `tfdist.checkpointing.state`.
+`tfdist.checkpointing.format` defines the format of the files, and `tfdist.checkpointing.state` their content.
 """
 
 from __future__ import annotations
@@ -46,42 +46,42 @@ if TYPE_CHECKING:
 
 
 class Checkpoint(ClockedCallback):
-    """Saves the whole state of a training every so often, and resumes one from it.
+    """Saves the whole state of a training at regular intervals, and resumes a training from it.
 
-    A file holds the variables of the model, its optimizer and its metrics, the random states, the position, what Keras'
-    callbacks remember (a callback of one's own takes part with `checkpoint_state()` and
-    `restore_checkpoint_state(state)`), the epochs' logs and the training time. A run that is killed at any moment and
-    started again with `resume=True` ends where an unbroken one ends, provided that its data are the same, and its
-    strategy's `seed` too where one is given; otherwise the strategy takes the seed of the checkpoint.
+    A file has the variables of the model, its optimizer and its metrics, the random states, the position, the state of
+    Keras' callbacks (your own callbacks take part with `checkpoint_state()` and `restore_checkpoint_state(state)`), the
+    logs of the epochs and the training time. A run that is killed at any moment and started again with `resume=True`
+    ends with the result of an unbroken run, if it has the same data, and the same `seed` of its strategy if that is
+    set; otherwise the strategy takes the seed of the checkpoint.
 
-    Stock Keras' `fit` can begin only at an epoch's first batch. There the newest checkpoint of an epoch's end is
-    resumed, and `every_steps` saves at the next epoch's end instead.
+    Stock Keras' `fit` can only begin with the first batch of an epoch. There the newest checkpoint from the end of an
+    epoch is resumed, and instead of `every_steps` the end of the epoch is saved.
 
-    Nothing is saved while the loss, or a trained weight, is not finite.
+    Nothing is saved while the loss or a trained weight is not finite.
 
-    Under a strategy of several processes each of them has this callback; the chief reads and writes for all.
+    In a job of several processes each process has this callback; the chief reads and writes for all.
 
     Args:
-        folder: for the files; made if needed. It belongs to one run.
-        every_steps: save after so many steps, counted over the whole run.
-        every_epochs: save after so many epochs. The last epoch is always saved.
-        keep: how many files stay, the newest; 1 or more.
-        resume: go on from the newest whole checkpoint in `folder`, or begin where there is none.
-        monitor: the name in the logs of the value that is best so far; `None` is "val_loss", or else "loss".
-        mode: "min" if smaller is better, "max" if larger is.
+        folder: the folder of the files, which is made if needed. It belongs to one run.
+        every_steps: the number of steps between checkpoints, counted over the whole run.
+        every_epochs: the number of epochs between checkpoints. The last epoch is always saved.
+        keep: the number of files that are kept, the newest; 1 or more.
+        resume: continue from the newest complete checkpoint in `folder`; start from the beginning if there is none.
+        monitor: the name in the logs of the value for `best`; `None` is "val_loss", or "loss" without validation.
+        mode: "min" if smaller is better, "max" if larger is better.
 
     Attributes:
-        resumed_from: the file that this `fit` went on from, or None.
-        saved: the file that was written last, or None; waits for the one under way.
-        best: `{"monitor", "value", "epoch"}` of the best epoch so far, or None.
-        step: how many steps the run has taken.
-        epoch_logs: the logs of each finished epoch, its number under "epoch".
-        train_seconds: training time of the run, evaluation excluded.
+        resumed_from: the file from which this `fit` was resumed, or `None`.
+        saved: the file that was written last, or `None`; waits for a write in progress.
+        best: `{"monitor", "value", "epoch"}` of the best epoch so far, or `None`.
+        step: the number of steps of the run so far.
+        epoch_logs: the logs of each finished epoch, with its number under "epoch".
+        train_seconds: the training time of the run, without evaluation.
 
     Raises:
-        UsageError: an argument out of range.
-        CheckpointError: before the first step: the folder holds another run's checkpoints, none of them is whole, or
-            they are another model's; later: a file cannot be written.
+        UsageError: an argument is out of range.
+        CheckpointError: before the first step: the checkpoints in the folder belong to another run or model, or none of
+            them is complete; later: a file cannot be written.
     """
 
     best: dict[str, Any] | None
@@ -119,30 +119,30 @@ class Checkpoint(ClockedCallback):
         self._strategy: Strategy | None = None
         self._data: DataPasses | None = None
         self._stored: Stored | None = None
-        self._within_epochs = False  # a run can begin there
+        self._within_epochs = False  # whether a run can be resumed within an epoch
         keras_patches.tell_callbacks_of_their_list()
         self._begin()
 
     def set_callback_list(self, callback_list: keras.callbacks.CallbackList) -> None:
-        """The callbacks of a training, whose state belongs to it."""
+        """Called before training with all its callbacks, whose state is saved, too."""
         self._callbacks = callback_list
 
     def set_model(self, model: keras.Model) -> None:
-        """Puts the part that saves and restores behind all other callbacks."""
+        """Adds the callback that saves and restores behind all other callbacks."""
         super().set_model(model)
-        self._strategy = self._data = None  # unless tfdist's loop says otherwise
+        self._strategy = self._data = None  # in Keras' own loop; tfdist's loop then calls `set_training`
         if self._callbacks is None:  # hooks called by hand
             return
         if not any(isinstance(c, _Last) and c.checkpoint is self for c in self._callbacks.callbacks):
-            # The list is being walked; what is appended now gets its turn too.
+            # Keras is iterating over the list, and will reach what is appended now.
             self._callbacks.callbacks.append(_Last(self))
 
     def set_training(self, strategy: Strategy, data: DataPasses) -> None:
-        """The strategy whose loop calls the hooks, and the data that it goes through."""
+        """Called by tfdist's loop before training."""
         self._strategy, self._data = strategy, data
 
     def seed_to_resume_with(self) -> int | None:
-        """The seed of the order of examples in the checkpoint to go on from; `None` without one."""
+        """The seed of the order of examples in the checkpoint that is resumed; `None` if there is none."""
         if not self.resume:
             return None
         writer.wait_for_all()
@@ -150,27 +150,25 @@ class Checkpoint(ClockedCallback):
         return None if stored is None else stored.header.seed
 
     def batches_until_hook(self, batch: int) -> int | None:
-        """To the next multiple of `every_steps`."""
-        if self.every_steps is None:
-            return None
-        return self._position.until_due(self.every_steps, batch)
+        """Returns the number of batches to the next multiple of `every_steps`."""
+        return None if self.every_steps is None else self._position.until_due(self.every_steps, batch)
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
-        """Chooses the checkpoint to go on from."""
+        """Chooses the checkpoint that is resumed."""
         super().on_train_begin(logs)
-        writer.wait_for_all()  # of a training that an error has ended
+        writer.wait_for_all()  # for writes of a training that an error has ended
         self._writer.error()
         if self.saved is None:
             self._begin()
         self.resumed_from, self.resume_batch, self._stored = None, None, None
         if self._data is None or self.model.run_eagerly:  # tfdist's loop makes all variables of a graph at the start
             resume.refuse_without_variables(self.model)
-        # A model that runs eagerly makes its metrics with the first batch, and they could not be given back before.
-        made = not self.model.run_eagerly or training_state.metrics_are_made(self.model)
-        self._within_epochs = self._data is not None and made
+        # A model that runs eagerly makes its metrics with the first batch, and they could not be restored before.
+        has_metrics = not self.model.run_eagerly or training_state.metrics_are_made(self.model)
+        self._within_epochs = self._data is not None and has_metrics
         if self._peers.world.is_chief:
             self._store.remove_unfinished()
-        # A machine of its own may not know that the run is resumed, and all must ask the chief, or none.
+        # Processes may differ in `resume`, such as after a restart on another machine: the chief decides for all.
         if consensus.broadcast_from_chief(self._peers, self.resume):
             self._stored = self._store.newest(self._peers, self._within_epochs)
         elif self._peers.world.is_chief and self.saved is None:
@@ -179,20 +177,17 @@ class Checkpoint(ClockedCallback):
             self.restore()
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        """Notes where the epoch begins."""
         super().on_epoch_begin(epoch, logs)
         self._position.begin_epoch(epoch, self.resume_batch or 0)
         self._epoch_began = time.perf_counter()
 
     def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
-        """Counts the steps."""
         steps = self.params.get("steps")
         self._position.batch = min(batch + 1, steps) if steps else batch + 1  # Keras rounds the last chunk up
         if self._callbacks is None:
             self.save_within_epoch(logs or {})
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        """Counts the steps of the epoch."""
         super().on_epoch_end(epoch, logs)
         self._position.end_epoch()
         self._epoch_began = None
@@ -200,41 +195,40 @@ class Checkpoint(ClockedCallback):
             self.save_at_epoch_end(epoch, logs or {})
 
     def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
-        """Waits for the last checkpoint."""
         if self._callbacks is None:
             self.end()
 
     @property
     def saved(self) -> Path | None:
-        """The file that was written last, or None; waits for the one under way."""
+        """The file that was written last, or `None`; waits for a write in progress."""
         self._writer.wait()
         return self._writer.written
 
     @property
     def step(self) -> int:
-        """How many steps the run has taken."""
+        """The number of steps of the run so far."""
         return self._position.step
 
     @property
     def train_seconds(self) -> float:
-        """Training time of the run so far, evaluation excluded."""
+        """The training time of the run so far, without evaluation."""
         unfinished = time.perf_counter() - self._epoch_began if self._epoch_began is not None else 0.0
         return self._seconds_before + self.clock.total_train_seconds + unfinished
 
     def restore(self) -> None:
-        """Gives everything back; called once all callbacks have begun."""
+        """Restores the state; called after `on_train_begin` of all other callbacks."""
         if self._stored is None:
             return
         header = self._stored.header
         assert header.path is not None
         resume.refuse_another_run(self.model, self._stored, self.params.get("steps"), self._seed)
-        resume.restore(self.model, self._others(), self._stored, self._peers, send=False)  # the loop does, in a moment
+        resume.restore(self.model, self._others(), self._stored, self._peers, send=False)  # the loop sends it
         self.resumed_from = self._writer.written = header.path
         self.best = header.best
         self.epoch_logs = list(header.epoch_logs)
         self._seconds_before = header.train_seconds
         self._position = Position(header.epoch, header.batch, header.step - header.batch, header.step)
-        # A run that a callback had ended does not train on: the loop then has no epoch to run.
+        # A run that a callback has stopped is not continued: the loop then has no epoch to run.
         ended = header.stopped and header.epoch < self.params.get("epochs", header.epoch)
         keras_internals.set_initial_epoch(self.model, self.params["epochs"] if ended else header.epoch)
         if self._within_epochs:
@@ -243,22 +237,21 @@ class Checkpoint(ClockedCallback):
                 training_state.restore_data_state(self._data, header.data, self._stored.entries, self._peers)
 
     def begin_resumed_epoch(self) -> None:
-        """The first epoch begins; called once all callbacks have seen it begin."""
-        # Only this fit begins there, not the model's next one.
+        """Restores the state within an epoch; called after `on_epoch_begin` of all other callbacks."""
+        # Only this `fit` begins with another epoch, and not the next `fit` of the model.
         if self.resumed_from is not None:
             keras_internals.set_initial_epoch(self.model, None)
         if self._stored is not None and self.resume_batch:
-            # The callbacks have begun this epoch before, in the run that was killed: what they did to the model in
-            # `on_epoch_begin` (LearningRateScheduler lowers the rate) must not be done twice.
+            # The callbacks have already begun this epoch, in the run that was killed: what they change in the model in
+            # `on_epoch_begin`, such as LearningRateScheduler the rate, must not be changed twice.
             resume.restore(self.model, self._others(), self._stored, self._peers, send=True)
         self._stored, self.resume_batch = None, None
 
     def save_within_epoch(self, logs: dict[str, Any]) -> None:
-        """Saves if it is time to; called once all callbacks have seen the batch."""
+        """Saves if a checkpoint is due; called after `on_train_batch_end` of all other callbacks."""
         if (error := self._writer.error()) is not None:
             raise error
-        # After an epoch's last batch, the epoch's end is saved instead: the loop could not go on from here to an
-        # evaluation. Neither could stock Keras from within an epoch.
+        # After the last batch of an epoch, its end is saved instead: the loop could not continue with an evaluation.
         at_end = self._position.batch == self.params.get("steps") or self.model.stop_training
         due = self._position.is_due(self.every_steps)
         if due and not at_end and self._within_epochs and not self._only_at_epoch_ends:
@@ -270,7 +263,7 @@ class Checkpoint(ClockedCallback):
             elastic.end_if_signaled(self._peers, self._finish_write)
 
     def save_at_epoch_end(self, epoch: int, logs: dict[str, Any]) -> None:
-        """Saves if it is time to; called once all callbacks have seen the epoch's logs."""
+        """Saves if a checkpoint is due; called after `on_epoch_end` of all other callbacks."""
         numbers = {name: value for name, value in logs.items() if isinstance(value, int | float)}
         self.epoch_logs.append({"epoch": epoch, **numbers})
         self._note_best(epoch, numbers)
@@ -282,7 +275,7 @@ class Checkpoint(ClockedCallback):
                 elastic.end_if_signaled(self._peers, self._finish_write)
 
     def end(self) -> None:
-        """The training ends, once its last checkpoint is written."""
+        """Ends the training, after its last checkpoint is written."""
         self._finish_write()
         if self.resumed_from is not None:
             keras_internals.set_initial_epoch(self.model, None)
@@ -305,7 +298,7 @@ class Checkpoint(ClockedCallback):
         return None if self._strategy is None else self._strategy.seed
 
     def _data_state(self) -> list[Entry] | None:
-        """Where the data stand; `None` for data that a run cannot go on with in the middle of an epoch."""
+        """The state of the data; `None` for data with which a run cannot be resumed within an epoch."""
         return None if self._data is None else training_state.data_state(self._data, self._peers)
 
     def _others(self) -> list[Any]:
@@ -318,16 +311,16 @@ class Checkpoint(ClockedCallback):
         self._only_at_epoch_ends = True
         if self._peers.world.is_chief:
             warnings.warn(
-                "The data cannot be gone on with in the middle of an epoch, as those of a Python generator cannot, or "
-                "of a `PyDataset` that does something between epochs: a run that is resumed begins at an epoch's "
-                "start, and `every_steps` saves at the end of the epoch instead",
+                "The data cannot be resumed within an epoch, because they come from a Python generator, or from a "
+                "`PyDataset` that changes between epochs: a resumed run begins with an epoch, and `every_steps` saves "
+                "at the end of the epoch instead",
                 stacklevel=2,
             )
 
     def _save(self, epoch: int, batch: int, logs: dict[str, Any], data: list[Entry] | None) -> None:
         if not math.isfinite(logs.get("loss", 0.0)):
             return
-        self._finish_write()  # before there is another snapshot in memory
+        self._finish_write()  # so that there is only one snapshot in memory
         entries, is_chief = training_state.snapshot(self.model, self._peers), self._peers.world.is_chief
         if not consensus.broadcast_from_chief(self._peers, is_chief and training_state.finite(self.model, entries)):
             return
@@ -353,29 +346,29 @@ class Checkpoint(ClockedCallback):
         self._writer.start(functools.partial(self._store.write, header, entries))
 
     def _finish_write(self) -> None:
-        """Waits for the write under way; all processes call it, and wait for that of the chief.
+        """Waits for the chief's write in progress; all processes call it.
 
         Raises:
             CheckpointError: the write has failed; raised in all processes.
         """
         self._writer.wait()
         error = self._writer.error()
-        told = consensus.broadcast_from_chief(self._peers, error and [error.sentence, error.hint])
-        if told:
-            raise CheckpointError(*told) from error
+        message = consensus.broadcast_from_chief(self._peers, error and [error.sentence, error.hint])
+        if message:
+            raise CheckpointError(*message) from error
 
     def _note_best(self, epoch: int, logs: dict[str, Any]) -> None:
         monitor = self.monitor or ("val_loss" if "val_loss" in logs else "loss")
         value = logs.get(monitor)
-        better = operator.lt if self.mode == "min" else operator.gt
+        is_better = operator.lt if self.mode == "min" else operator.gt
         if value is None or not math.isfinite(value):
             return
-        if self.best is None or self.best["monitor"] != monitor or better(value, self.best["value"]):
+        if self.best is None or self.best["monitor"] != monitor or is_better(value, self.best["value"]):
             self.best = {"monitor": monitor, "value": value, "epoch": epoch}
 
 
 class _Last(keras.callbacks.Callback):
-    """The end of the list of callbacks: here all others have done what they do at this moment."""
+    """The last callback of the list: its hooks are called after those of all other callbacks."""
 
     def __init__(self, checkpoint: Checkpoint):
         super().__init__()

@@ -21,9 +21,9 @@ _TRAIN_BATCH_HOOKS = ("on_train_batch_begin", "on_train_batch_end", "on_batch_be
 class ChiefOnly(keras.callbacks.Callback):
     """Passes every hook to `callback` in the chief, and does nothing in the other processes.
 
-    Use it for callbacks that write files or print. Do not use it for callbacks that control training
-    (EarlyStopping, ReduceLROnPlateau) or that compute with the model's replicas: these must do the same in
-    every process, or the processes diverge.
+    Use it for callbacks that write files or print. Do not use it for callbacks that control training, such as
+    EarlyStopping and ReduceLROnPlateau, or that compute with the model's replicas: they must do the same in every
+    process, or the processes diverge.
 
     Args:
         callback: any Keras callback.
@@ -34,26 +34,24 @@ class ChiefOnly(keras.callbacks.Callback):
         super().__init__()
         self.callback = callback
         self.acts = (world or World.detect(os.environ)).is_chief
-        # Only the hooks that `callback` overrides become hooks of this object, as in LambdaCallback, so that Keras
-        # and tfdist's loop find the batch hooks that `callback` overrides.
+        # Only the hooks that `callback` overrides become hooks of this object, as in LambdaCallback, so that Keras and
+        # tfdist's loop see which batch hooks it overrides.
         for hook in _HOOKS:
             if self.acts and _overrides(callback, hook):
                 setattr(self, hook, getattr(callback, hook))
 
     def set_params(self, params: dict[str, Any]) -> None:
-        """Passes on the parameters of `fit`."""
         super().set_params(params)
         if self.acts:
             self.callback.set_params(params)
 
     def set_model(self, model: keras.Model) -> None:
-        """Passes on the model."""
         super().set_model(model)
         if self.acts:
             self.callback.set_model(model)
 
     def batches_until_hook(self, batch: int) -> int | None:
-        """The answer of `callback`; None if it overrides no batch hook or this is not the chief."""
+        """Returns the answer of `callback`; `None` if it overrides no batch hook, or in other processes."""
         if not self.acts:
             return None
         if hasattr(self.callback, "batches_until_hook"):

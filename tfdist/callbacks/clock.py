@@ -25,9 +25,9 @@ class TrainingClock:
     """Splits an epoch's wall time into training and evaluation.
 
     Attributes:
-        train_seconds: training time of the last finished epoch; the first epoch includes the tracing of
-            the training function.
-        evaluation_seconds: evaluation time inside that epoch.
+        train_seconds: training time of the last finished epoch; the first epoch includes the tracing of the training
+            function.
+        evaluation_seconds: evaluation time within that epoch.
         total_train_seconds: training time of all finished epochs.
     """
 
@@ -36,7 +36,6 @@ class TrainingClock:
         self.reset()
 
     def reset(self) -> None:
-        """Starts from zero when a new `fit` begins."""
         self.train_seconds = 0.0
         self.evaluation_seconds = 0.0
         self.total_train_seconds = 0.0
@@ -44,23 +43,20 @@ class TrainingClock:
         self._evaluation_began: float | None = None
 
     def begin_epoch(self) -> None:
-        """An epoch begins."""
         self._epoch_began = self._now()
         self.evaluation_seconds = 0.0
 
     def begin_evaluation(self) -> None:
-        """An evaluation begins; outside an epoch it is not counted."""
+        """Notes the begin of an evaluation; outside of an epoch it is not counted."""
         if self._epoch_began is not None:
             self._evaluation_began = self._now()
 
     def end_evaluation(self) -> None:
-        """The evaluation ends."""
         if self._evaluation_began is not None:
             self.evaluation_seconds += self._now() - self._evaluation_began
             self._evaluation_began = None
 
     def end_epoch(self) -> None:
-        """The epoch ends."""
         assert self._epoch_began is not None, "end_epoch without begin_epoch"
         self.train_seconds = self._now() - self._epoch_began - self.evaluation_seconds
         self.total_train_seconds += self.train_seconds
@@ -68,32 +64,27 @@ class TrainingClock:
 
 
 class ClockedCallback(keras.callbacks.Callback):
-    """A callback with a `TrainingClock`; a subclass calls `super()` first in the hooks it overrides."""
+    """A callback with a `TrainingClock`; a subclass calls `super()` first in the hooks that it overrides."""
 
     def __init__(self) -> None:
         super().__init__()
         self.clock = TrainingClock()
 
     def restore_train_seconds(self, seconds: float) -> None:
-        """Continues from the training time of a resumed run."""
+        """Sets the training time that a resumed run had before."""
         self.clock.total_train_seconds = seconds
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
-        """Starts from zero."""
         self.clock.reset()
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        """Starts the epoch's training time."""
         self.clock.begin_epoch()
 
     def on_test_begin(self, logs: dict[str, Any] | None = None) -> None:
-        """Pauses the training time."""
         self.clock.begin_evaluation()
 
     def on_test_end(self, logs: dict[str, Any] | None = None) -> None:
-        """Resumes the training time."""
         self.clock.end_evaluation()
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        """Ends the epoch's training time."""
         self.clock.end_epoch()

@@ -20,13 +20,11 @@ import tensorflow as tf
 class MemoryUsage(keras.callbacks.Callback):
     """Adds `peak_memory_bytes` to the epoch's logs, and `peak_gpu_memory_bytes` if there are GPUs.
 
-    `peak_memory_bytes` is the largest resident set size of this process since it started, in bytes; it never
-    decreases from one epoch to the next. `peak_gpu_memory_bytes` is TensorFlow's peak allocation on the GPU
-    where it was largest.
+    `peak_memory_bytes` is the largest resident set size of this process since its start, in bytes; it never decreases
+    from one epoch to the next. `peak_gpu_memory_bytes` is the maximum over the GPUs of TensorFlow's peak allocation.
     """
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        """Adds the figures to `logs`."""
         if logs is None:
             return
         logs["peak_memory_bytes"] = peak_resident_bytes()
@@ -37,18 +35,18 @@ class MemoryUsage(keras.callbacks.Callback):
 
 def peak_resident_bytes() -> int:
     """The largest resident set size of this process so far, in bytes."""
-    # On Linux a process inherits ru_maxrss from its parent over fork and exec; VmHWM belongs to this program.
+    # On Linux a process inherits ru_maxrss from its parent across fork and exec; VmHWM belongs to this program.
     return _high_water_mark() or _maximum_resident_set()
 
 
 def peak_gpu_bytes() -> int | None:
-    """The largest allocation so far on any one GPU, in bytes; None without a GPU."""
-    found = []
+    """The largest allocation so far on a single GPU, in bytes; `None` without a GPU."""
+    peaks = []
     for gpu in tf.config.list_logical_devices("GPU"):
-        # In a cluster there are those of other processes too, of which TensorFlow knows no more than their names.
+        # A cluster also lists the GPUs of other processes, of which TensorFlow knows only the names.
         with contextlib.suppress(ValueError, tf.errors.OpError):
-            found.append(tf.config.experimental.get_memory_info(gpu.name)["peak"])
-    return max(found, default=None)
+            peaks.append(tf.config.experimental.get_memory_info(gpu.name)["peak"])
+    return max(peaks, default=None)
 
 
 def _high_water_mark() -> int | None:

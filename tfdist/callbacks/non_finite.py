@@ -1,4 +1,4 @@
-"""Stops training when the loss becomes NaN or infinite, and says at which step.
+"""Stops training when the loss becomes NaN or infinite, and names the step.
 
 Synopsis:
 
@@ -18,17 +18,16 @@ from tfdist.errors import NonFiniteLossError
 
 
 class StopAtNonFiniteLoss(keras.callbacks.Callback):
-    """Raises at the first step after which the loss is NaN or infinite.
+    """Raises an error at the first step after which the loss is NaN or infinite.
 
     Args:
-        checkpoint: the error names its last good checkpoint.
+        checkpoint: the error names its last checkpoint.
 
     Raises:
         NonFiniteLossError: with the epoch and the step, both counted from 1.
     """
 
-    # tells tfdist's loop to find that step, so that the hook need not be called at every step.
-    raises_at_nan = True
+    raises_at_nan = True  # tfdist's loop then finds the step by itself, without a call of the hook at every step
 
     def __init__(self, checkpoint: Checkpoint | None = None):
         super().__init__()
@@ -36,21 +35,18 @@ class StopAtNonFiniteLoss(keras.callbacks.Callback):
         self._epoch = 0
 
     def batches_until_hook(self, batch: int) -> int | None:
-        """None: the loop calls the hook because of `raises_at_nan`."""
-        return None
+        return None  # the loop calls the hook because of `raises_at_nan`
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        """Notes the epoch."""
         self._epoch = epoch
 
     def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
-        """Checks the loss."""
         loss = (logs or {}).get("loss")
         if loss is None or math.isfinite(loss):
             return
-        good = self.checkpoint.saved if self.checkpoint is not None else None
-        kept = f"; the last good checkpoint is `{good}`" if good is not None else ""
+        saved = self.checkpoint.saved if self.checkpoint is not None else None
+        last_checkpoint = f"; the last good checkpoint is `{saved}`" if saved is not None else ""
         raise NonFiniteLossError(
-            f"The loss became `{float(loss)}` in epoch {self._epoch + 1} at step {batch + 1}{kept}",
+            f"The loss became `{float(loss)}` in epoch {self._epoch + 1} at step {batch + 1}{last_checkpoint}",
             "lower the learning rate, clip the gradients (`clipnorm`), or look for bad values in the data",
         )

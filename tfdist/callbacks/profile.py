@@ -25,25 +25,24 @@ from tfdist.profiling import trace
 
 
 class Profile(keras.callbacks.Callback):
-    """Traces the training steps `first` to `last`, with a marker around each.
+    """Traces the training steps `first` to `last - 1`, with a marker around each.
 
-    Steps are counted from 0 over the whole `fit`, across epochs; `last` is not traced. In tfdist's loop
-    only these steps run one by one. With stock Keras' `steps_per_execution` a marker covers a whole
-    execution, and every execution that overlaps the range is traced. An evaluation within the range is in
-    the trace too, outside the markers.
+    Steps are counted from 0 over the whole `fit`, across epochs. In tfdist's loop only the traced steps run one by one.
+    With stock Keras' `steps_per_execution` a marker covers a whole execution, and every execution that overlaps the
+    range is traced. An evaluation within the range is in the trace, too, outside of the markers.
 
     Args:
-        first: the first step to trace, 0 or more. Steps 0 and 1 are mostly TensorFlow's own tracing.
-        last: the step to stop before.
-        log_dir: the folder; the trace is below `plugins/profile/<time>/`. Processes of one job write their traces
-            side by side if they use the same folder; the traces of servers are written here too.
+        first: the first step to trace, 0 or more. Steps 0 and 1 consist mostly of the tracing of graphs.
+        last: the step after the last traced step.
+        log_dir: the folder; the trace is written to `plugins/profile/<time>/` in it. The processes of a job write their
+            traces side by side if they have the same folder; the traces of servers are written there, too.
 
     Attributes:
-        traced: whether a trace has been written by the latest `fit`.
+        traced: whether the latest `fit` has written a trace.
 
     Raises:
-        UsageError: not 0 <= first < last; when training begins, all of it ends before `first`; or, at the first traced
-            step, another trace is running.
+        UsageError: not 0 <= first < last; at the beginning of training, if it ends before `first`; or, at the first
+            traced step, if another trace is running.
     """
 
     def __init__(self, first: int, last: int, log_dir: str | os.PathLike[str]):
@@ -66,12 +65,11 @@ class Profile(keras.callbacks.Callback):
         self._reset()
 
     def set_model(self, model: keras.Model) -> None:
-        """A training begins: with Keras' own loop, unless tfdist's says otherwise."""
         super().set_model(model)
-        self._peers = consensus.Alone()
+        self._peers = consensus.Alone()  # in Keras' own loop; tfdist's loop then calls `set_training`
 
     def set_training(self, strategy: consensus.Peers, data: Any) -> None:
-        """The strategy whose loop calls the hooks."""
+        """Called by tfdist's loop before training."""
         del data
         self._peers = strategy
 
@@ -80,10 +78,10 @@ class Profile(keras.callbacks.Callback):
         self.traced = False
         self._counter = StepCounter()
         self._marker: AbstractContextManager[Any] | None = None
-        self._asked = False
+        self._runs_single_steps = False  # set where the loop calls `batches_until_hook`, and ends a chunk at `first`
 
     def close(self) -> None:
-        """Ends a running trace and writes it; needed only if `fit` ended with an exception."""
+        """Stops a running trace and writes it; only needed if `fit` ended with an exception."""
         if self._running:
             self._running = False
             self._end_marker()
@@ -95,8 +93,8 @@ class Profile(keras.callbacks.Callback):
             self.traced = True
 
     def batches_until_hook(self, batch: int) -> int | None:
-        """All batches up to `first`, then one by one; None after `last`."""
-        self._asked = True
+        """Returns the number of batches up to `first`, then 1, and `None` after `last`."""
+        self._runs_single_steps = True
         self._counter.chunk_begins(batch)
         step = self._counter.number(batch)
         if step >= self.last:
@@ -108,7 +106,6 @@ class Profile(keras.callbacks.Callback):
         return self.first - step if in_this_epoch else None
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
-        """Starts counting."""
         self._reset()
         self._require_steps()
         peers = self._peers
@@ -119,11 +116,10 @@ class Profile(keras.callbacks.Callback):
             self._own_dir = os.path.join(self.log_dir, f"of-{self._name}")
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        """Starts the epoch's count."""
         self._counter.begin_epoch(self.params.get("steps"))
 
     def on_train_batch_begin(self, batch: int, logs: dict[str, Any] | None = None) -> None:
-        """Starts the trace if the steps that begin here reach `first`, and marks them."""
+        """Starts the trace if the next steps reach `first`, and marks them."""
         self._counter.chunk_begins(batch)
         step = self._counter.number(batch)
         if self.traced or step >= self.last or step + self._chunk_length() <= self.first:
@@ -143,18 +139,17 @@ class Profile(keras.callbacks.Callback):
             self.close()
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        """Ends the epoch's count."""
         self._counter.end_epoch()
 
     def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
-        """Writes the trace if training ended inside the range; warns if it ended before it."""
+        """Writes the trace if training ended within the range; warns if it ended before the range."""
         self.close()
         if self.untraced is not None:
             warnings.warn(self.untraced, stacklevel=2)
 
     @property
     def untraced(self) -> str | None:
-        """Why nothing was traced by the latest `fit`, in a sentence; `None` where something was."""
+        """A sentence that explains why the latest `fit` has written no trace; `None` if it has."""
         if self.traced:
             return None
         return (
@@ -163,7 +158,7 @@ class Profile(keras.callbacks.Callback):
         )
 
     def _require_steps(self) -> None:
-        """Refuses a range that begins after the last step, where the number of steps is known."""
+        """Raises `UsageError` for a range that begins after the last step, if the number of steps is known."""
         steps, epochs = self.params.get("steps"), self.params.get("epochs")
         if steps and epochs and self.first >= steps * epochs:
             raise UsageError(
@@ -173,8 +168,7 @@ class Profile(keras.callbacks.Callback):
             )
 
     def _chunk_length(self) -> int:
-        # A loop that asks `batches_until_hook` ends a chunk at `first`; stock Keras does not ask.
-        return 1 if self._asked else self.model.steps_per_execution
+        return 1 if self._runs_single_steps else self.model.steps_per_execution
 
     def _end_marker(self) -> None:
         if self._marker is not None:

@@ -1,8 +1,8 @@
 """Counts training steps in batch hooks, which may be called only once for many steps.
 
 Stock Keras with `steps_per_execution` and tfdist's loop call `on_train_batch_begin(first)` and
-`on_train_batch_end(last)` around a chunk of steps, and may not call them at all for a callback that does not
-need them. In that case the counter uses the epoch's announced length.
+`on_train_batch_end(last)` around a chunk of steps, and may not call them at all for a callback that does not need them.
+In that case the counter uses the announced length of the epoch.
 
 Synopsis:
 
@@ -38,16 +38,16 @@ class StepCounter:
         self._end = 0
 
     def begin_epoch(self, steps: int | None) -> None:
-        """An epoch begins; `steps` is its length if it is known (`params["steps"]`)."""
+        """Starts to count an epoch; `steps` is its length if it is known (`params["steps"]`)."""
         self._announced, self._first, self._end = steps, None, 0
 
     def chunk_begins(self, first: int) -> None:
-        """The step with index `first` in this epoch is about to be run."""
+        """Called before the step with index `first` in this epoch is run."""
         if self._first is None:
             self._first = first
 
     def chunk_ended(self, last: int) -> None:
-        """The step with index `last` in this epoch has been run."""
+        """Called after the step with index `last` in this epoch has been run."""
         self._end = last + 1
 
     def number(self, batch: int) -> int:
@@ -56,13 +56,12 @@ class StepCounter:
 
     @property
     def steps(self) -> int | None:
-        """The number of steps of this epoch: as counted, else as announced, else None."""
+        """The number of steps of this epoch: as counted, or as announced, or `None`."""
         if not self._end:
             return self._announced
         end = min(self._end, self._announced) if self._announced else self._end
         return end - (self._first or 0)
 
     def end_epoch(self) -> None:
-        """The epoch ends."""
         self.steps_before_epoch += self.steps or 0
         self._announced, self._first, self._end = None, None, 0

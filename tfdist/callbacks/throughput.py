@@ -19,17 +19,13 @@ from tfdist.errors import UsageError
 class Throughput(ClockedCallback):
     """Adds `examples_per_second` and `step_seconds` to the epoch's logs.
 
-    Only training time counts: evaluation in the epoch is subtracted, and available as `evaluation_seconds`. The
+    Only training time is counted: evaluation within the epoch is subtracted, and available as `evaluation_seconds`. The
     first epoch includes the tracing of the training function.
 
     Args:
-        global_batch_size: examples per step over all replicas. It is needed in stock `fit`, which does not
-            tell callbacks the number of examples per epoch; a smaller last batch then counts as a full one.
-            tfdist's loop passes the number, so that the argument is not needed and the count is exact.
-
-    Attributes:
-        train_seconds: training time of the last epoch.
-        evaluation_seconds: evaluation time inside the last epoch.
+        global_batch_size: examples per step over all replicas. It is needed in stock `fit`, which does not pass the
+            number of examples per epoch to callbacks; a smaller last batch then counts as a full batch. tfdist's loop
+            passes the number, so that the argument is not needed and the count is exact.
 
     Raises:
         UsageError: before the first step, if the number of examples per step is unknown.
@@ -53,38 +49,32 @@ class Throughput(ClockedCallback):
 
     @property
     def evaluation_seconds(self) -> float:
-        """Evaluation time inside the last epoch."""
+        """Evaluation time within the last epoch."""
         return self.clock.evaluation_seconds
 
     def batches_until_hook(self, batch: int) -> int | None:
-        """None: this callback counts chunks of any length, and needs no step on its own."""
-        return None
+        return None  # chunks may have any length
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
-        """Checks that examples can be counted."""
         super().on_train_begin(logs)
         if self.global_batch_size is None and not self.params.get("examples"):
             raise UsageError(
                 "Throughput does not know the number of examples per step: "
-                "`fit` does not announce it and `global_batch_size` is not set",
+                "`fit` does not pass it, and `global_batch_size` is not set",
                 "pass `Throughput(global_batch_size=...)`: the examples of a batch over all replicas and processes",
             )
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        """Starts counting."""
         super().on_epoch_begin(epoch, logs)
         self._counter.begin_epoch(self.params.get("steps"))
 
     def on_train_batch_begin(self, batch: int, logs: dict[str, Any] | None = None) -> None:
-        """Notes where a resumed epoch begins."""
-        self._counter.chunk_begins(batch)
+        self._counter.chunk_begins(batch)  # a resumed epoch may begin at any batch
 
     def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
-        """Counts the steps up to `batch`, so that an epoch that ends early does not count as a full one."""
-        self._counter.chunk_ended(batch)
+        self._counter.chunk_ended(batch)  # an epoch may end early
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        """Adds the two figures to `logs`."""
         super().on_epoch_end(epoch, logs)
         steps = self._counter.steps
         if logs is None or not steps or self.train_seconds <= 0:
@@ -95,6 +85,6 @@ class Throughput(ClockedCallback):
     def _examples(self, steps: int) -> float:
         announced, epoch_steps = self.params.get("examples"), self.params.get("steps")
         if not announced:
-            assert self.global_batch_size is not None  # on_train_begin refused that
+            assert self.global_batch_size is not None  # checked by `on_train_begin`
             return float(steps * self.global_batch_size)
         return announced * steps / epoch_steps if epoch_steps else float(announced)

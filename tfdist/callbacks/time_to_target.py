@@ -17,10 +17,10 @@ from tfdist.errors import UnknownNameError, UsageError
 
 
 class TimeToTarget(ClockedCallback):
-    """Measures the training time, evaluation excluded, until `monitor` reaches `target` at an epoch's end.
+    """Measures the training time, without evaluation, until `monitor` reaches `target` at the end of an epoch.
 
     Args:
-        target: the value to reach, in the metric's own unit.
+        target: the value to reach, in the unit of the metric.
         monitor: the name of the metric in the epoch's logs.
         mode: "max" if larger is better, "min" if smaller is.
         stop: whether training stops when the target is reached.
@@ -47,13 +47,11 @@ class TimeToTarget(ClockedCallback):
         self._seen = False
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
-        """Forgets an earlier `fit`."""
         super().on_train_begin(logs)
         self.seconds, self.epoch = None, None
         self._seen = False
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        """Compares the metric with the target."""
         super().on_epoch_end(epoch, logs)
         logs = logs or {}
         if self.monitor not in logs:
@@ -66,7 +64,7 @@ class TimeToTarget(ClockedCallback):
                 self.model.stop_training = True
 
     def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
-        """Warns if the metric never occurred."""
+        """Warns if the metric was never in the logs."""
         if not self._seen:
             warnings.warn(
                 f"TimeToTarget never saw `{self.monitor}`: nothing was evaluated during training",
@@ -83,5 +81,5 @@ class TimeToTarget(ClockedCallback):
         names = ", ".join(f"`{name}`" for name in sorted(logs))
         raise UsageError(
             f"TimeToTarget monitors `{self.monitor}`, but the epoch's logs have {names}",
-            "compile the model with that metric, or name one of these with `monitor=`",
+            "compile the model with that metric, or set `monitor` to one of these",
         )

@@ -1,8 +1,8 @@
 """Linear scaling of the learning rate with gradual warm-up (Goyal et al. 2017, sections 2.1 and 2.2).
 
-With batches that are k times larger an epoch has k times fewer steps. A learning rate that is k times larger
-compensates for that, but diverges at the start, when the weights change quickly. The rate therefore rises
-linearly from the base rate to k times the base rate during the first epochs.
+With batches that are k times larger, an epoch has k times fewer steps. A learning rate that is k times larger
+compensates for that, but would make training diverge at the start, when the weights change quickly. The rate therefore
+rises linearly from the base rate to k times the base rate during the first epochs.
 
 Synopsis:
 
@@ -21,12 +21,12 @@ from tfdist.internals import keras as keras_internals
 
 
 def current(optimizer: Any) -> float:
-    """The rate of the next step."""
+    """The learning rate of the next step."""
     return float(keras.ops.convert_to_numpy(optimizer.learning_rate))
 
 
 def refuse_schedule(optimizer: Any, callback: str) -> None:
-    """Raises `UsageError` if `callback` cannot set the rate because the optimizer follows a schedule."""
+    """Raises `UsageError` if `callback` cannot set the learning rate, because the optimizer follows a schedule."""
     rate = keras_internals.learning_rate(getattr(optimizer, "inner_optimizer", optimizer))
     if isinstance(rate, keras.optimizers.schedules.LearningRateSchedule):
         raise UsageError(
@@ -39,24 +39,24 @@ def refuse_schedule(optimizer: Any, callback: str) -> None:
 class LearningRateWarmup(keras.callbacks.Callback):
     """Raises the optimizer's learning rate from its base value to `factor` times that, step by step.
 
-    At step t of the T steps in `warmup_epochs` the rate is `base * (1 + (factor - 1) * t / T)`; from step T
-    on it is `base * factor`, and other callbacks may change it (ReduceLROnPlateau, for example). If steps run in
-    chunks, the rate is set at the beginning of each chunk.
+    At step t of the T steps in `warmup_epochs` the rate is `base * (1 + (factor - 1) * t / T)`; from step T on it is
+    `base * factor`, and other callbacks, such as ReduceLROnPlateau, may change it. If steps run in chunks, the rate is
+    set at the beginning of each chunk.
 
-    A training that is continued with `initial_epoch` uses the rate of that epoch. After the warm-up it keeps the
-    rate that was restored with the optimizer, which `Checkpoint` scales to a new factor.
+    A training that is continued with `initial_epoch` uses the rate of that epoch. After the warm-up it keeps the rate
+    that was restored with the optimizer, which `Checkpoint` scales to a new factor.
 
     Args:
-        factor: the global batch size divided by the batch size for which the base rate was chosen. This is the
-            number of replicas if each replica keeps its batch size.
+        factor: the global batch size divided by the batch size for which the base rate was chosen: the number of
+            replicas if each replica keeps its batch size.
         warmup_epochs: the length of the warm-up in epochs, which may be a fraction; 0 scales at once.
-        base_learning_rate: the rate at step 0; by default the optimizer's initial rate. It is needed to
-            continue a training with an optimizer that was loaded from a file.
+        base_learning_rate: the rate at step 0; by default the initial rate of the optimizer. It is needed to continue a
+            training with an optimizer that was loaded from a file.
         steps_per_epoch: needed if `fit` does not know it, for example for a generator.
 
     Raises:
-        UsageError: before the first step, if the optimizer follows a schedule, so that its rate cannot be set;
-            if the steps per epoch or the base rate are unknown; or if an argument is out of range.
+        UsageError: before the first step: the optimizer follows a schedule, so that its rate cannot be set; the number
+            of steps per epoch or the base rate is unknown; or an argument is out of range.
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class LearningRateWarmup(keras.callbacks.Callback):
         self._done = False
 
     def set_model(self, model: keras.Model) -> None:
-        """Notes the base rate, before any callback restores a later one."""
+        """Notes the base rate, before another callback restores a later rate."""
         super().set_model(model)
         if model.optimizer is None or model.optimizer is self._optimizer:
             return
@@ -97,28 +97,25 @@ class LearningRateWarmup(keras.callbacks.Callback):
             self._base = current(model.optimizer)
 
     def batches_until_hook(self, batch: int) -> int | None:
-        """Every step during the warm-up; None after it."""
+        """Returns 1 during the warm-up, and `None` after it."""
         return None if self._done else 1
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
-        """Checks that the number of steps per epoch is known."""
         self._first_epoch, self._done = None, False
         if self._steps() is None:
             raise UsageError(
-                "LearningRateWarmup does not know the number of steps per epoch: the data have no known length",
+                "LearningRateWarmup does not know the number of steps per epoch: the length of the data is unknown",
                 "pass `LearningRateWarmup(..., steps_per_epoch=...)`",
             )
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        """Sets the rate of the epoch's first step."""
         self._epoch = epoch
         if self._first_epoch is None:
             self._first_epoch = epoch
-            self._join(epoch)
+            self._start_at(epoch)
         self._set_rate(batch=0)
 
     def on_train_batch_begin(self, batch: int, logs: dict[str, Any] | None = None) -> None:
-        """Sets the rate of step `batch`."""
         self._set_rate(batch)
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
@@ -131,12 +128,12 @@ class LearningRateWarmup(keras.callbacks.Callback):
         return {"factor": self.factor}
 
     def restore_checkpoint_state(self, state: dict[str, float]) -> None:
-        """Scales the restored rate if the run continues with another factor, for example with more workers."""
+        """Scales the restored rate if the run is resumed with another factor, for example with more workers."""
         if state["factor"] != self.factor:
             self.model.optimizer.learning_rate = current(self.model.optimizer) * self.factor / state["factor"]
 
-    def _join(self, epoch: int) -> None:
-        """Checks a training that starts at a later epoch; past the warm-up, a restored rate is kept."""
+    def _start_at(self, epoch: int) -> None:
+        """Checks a training that starts at a later epoch; after the warm-up, a restored rate is kept."""
         if epoch == 0:
             return
         restored = _steps_taken(self.model.optimizer) > 0

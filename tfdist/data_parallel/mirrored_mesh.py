@@ -1,4 +1,4 @@
-"""The replicas of one of TensorFlow's strategies, on devices of one process."""
+"""The replicas of a `tf.distribute.Strategy` on the devices of one process."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from tfdist.internals.keras import tf_variable
 
 
 class MirroredMesh(spmd.Mesh):
-    """Replicas of one of TensorFlow's strategies, each of which has a copy of the variables.
+    """Replicas of a `tf.distribute.Strategy`, each of which has a copy of the variables.
 
     Args:
-        strategy: makes the variables, and adds up.
-        devices: of the replicas of this process.
+        strategy: makes the variables, and computes the all-reduce.
+        devices: the devices of this process's replicas.
     """
 
     def __init__(self, strategy: tf.distribute.Strategy, devices: Sequence[str]):
@@ -27,14 +27,11 @@ class MirroredMesh(spmd.Mesh):
         self._strategy = strategy
 
     def begin(self, variables: Sequence[Any]) -> None:
-        for variable in variables:
-            held = tf_variable(variable)
-            if tensorflow_variables.is_sum_of_copies(held):
-                # A step reads and changes the first copy alone.
-                first, *others = tensorflow_variables.copies(held)
-                first.assign(tf.add_n([copy.read_value() for copy in (first, *others)]))
-                for copy in others:
-                    copy.assign(tf.zeros_like(copy))
+        for first, *others in filter(None, map(copies_of_sum, variables)):
+            # A step reads and changes only the first copy.
+            first.assign(tf.add_n([copy.read_value() for copy in (first, *others)]))
+            for copy in others:
+                copy.assign(tf.zeros_like(copy))
 
     def captured(self, tensor: tf.Tensor) -> list[tf.Tensor]:
         variable = tensorflow_variables.container(tensor)
@@ -48,13 +45,15 @@ class MirroredMesh(spmd.Mesh):
         del gradients
         if reduction != "sum":
             return [self._on_each_copy(spmd.reduced, terms, reduction) for terms in values]
-        # TensorFlow adds int32 on the host, and does not take them together with others.
+        # TensorFlow adds int32 on the host, and does not reduce it together with other dtypes.
         on_host = [terms[0].dtype == tf.int32 for terms in values]
         sums = {
-            here: iter(self._sums([terms for terms, one in zip(values, on_host, strict=True) if one is here]))
-            for here in set(on_host)
+            key: iter(
+                self._sums([terms for terms, is_on_host in zip(values, on_host, strict=True) if is_on_host is key])
+            )
+            for key in set(on_host)
         }
-        return [next(sums[here]) for here in on_host]
+        return [next(sums[key]) for key in on_host]
 
     def _sums(self, values: Sequence[Sequence[tf.Tensor]]) -> list[list[tf.Tensor]]:
         with self._strategy.scope():
@@ -74,8 +73,14 @@ class MirroredMesh(spmd.Mesh):
         return [self._on_each_copy(tf.identity, result) for result in results]
 
     def _on_each_copy(self, compute: Callable[..., tf.Tensor], *arguments: Any) -> list[tf.Tensor]:
-        found = []
+        results = []
         for position in range(self.copies):
             with self.on_copy(position):
-                found.append(compute(*arguments))
-        return found
+                results.append(compute(*arguments))
+        return results
+
+
+def copies_of_sum(variable: Any) -> list[Any]:
+    """The copies of a variable whose value is their sum, such as the state of a metric; empty for other variables."""
+    tf_value = tf_variable(variable)
+    return tensorflow_variables.copies(tf_value) if tensorflow_variables.is_sum_of_copies(tf_value) else []

@@ -1,16 +1,17 @@
-"""The option `shard`: each process of a job holds and updates a part of the state of optimizers (ZeRO).
+"""The option `shard`: each process of a job stores and updates a part of the optimizer state (ZeRO).
 
-    "optimizer"    the slots are divided over the processes
-    "gradients"    the same, and back-propagation waits for gradients to be sent, so that few of them are in memory
+    "optimizer"    the slots are sharded over the processes
+    "gradients"    the same, and back-propagation waits until gradients are sent, so that few of them are in memory
 
-`tfdist.optimizers.sharded` makes the update.
+`tfdist.optimizers.sharded` computes the update.
 Source: Rajbhandari et al., ZeRO: Memory Optimizations Toward Training Trillion Parameter Models, arXiv 1910.02054.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import keras
@@ -27,23 +28,20 @@ from tfdist.optimizers.sharded import ShardedOptimizer
 from tfdist.training.job_strategy import needs_whole_state
 
 KINDS = ("optimizer", "gradients")
-LEAVE_OUT = "leave out `shard`; each process then has the whole state of the optimizer"
 _sharded: Attached[ShardedOptimizer] = Attached("sharded_optimizer")
 
 
-def tables(model: Any) -> list[Any]:
-    """The variables of `model` whose gradients are sparse: rows are sent, and no process updates a part of them."""
-    layers = keras_internals.all_layers(model)
-    return [v for layer in layers if isinstance(layer, keras.layers.Embedding) for v in layer.trainable_variables]
-
-
 def sharded(optimizer: Any) -> ShardedOptimizer | None:
-    """The parts of `optimizer` that this process has; `None` if it has all of it."""
+    """The shards of `optimizer` in this process; `None` if the process has its whole state."""
     return _sharded.get(optimizer)
 
 
+def _sharded_optimizers(model: Any) -> list[ShardedOptimizer]:
+    return list(filter(None, map(sharded, keras_internals.optimizers(model))))
+
+
 class ShardedState:
-    """The state of optimizers, of which each process has a part.
+    """The sharded state of optimizers.
 
     Args:
         kind: one of `KINDS`.
@@ -56,76 +54,75 @@ class ShardedState:
         self._group, self._peers = group, peers
 
     def divide_all(self, model: Any, *, eager: bool) -> None:
-        """Divides the optimizers of `model` that are built; with `eager` steps they are kept whole."""
+        """Shards the optimizers of `model` that are built; with `eager` steps they get their whole state back."""
         for optimizer in keras_internals.optimizers(model):
-            found = sharded(optimizer)
-            if eager:  # operation by operation, on whole variables
-                if found is not None:
-                    found.keep_whole()
-            elif found is None and optimizer.built:
+            shards = sharded(optimizer)
+            if eager:  # eager operations use whole variables
+                if shards is not None:
+                    shards.keep_whole()
+            elif shards is None and optimizer.built:
                 self._peers.broadcast_variables(optimizer.variables)
                 self.divide(model, optimizer, [])
 
     def divide(self, model: Any, optimizer: Any, variables: Sequence[Any]) -> None:
-        """Builds the part of `optimizer`, which updates `variables`, that this process has."""
+        """Builds this process's shards of `optimizer`, which updates `variables`."""
 
-        def meet(doing: str) -> None:
-            consensus.all_gather_object(self._peers, None, doing)
+        def meet(action: str) -> None:
+            consensus.all_gather_object(self._peers, None, action)
 
-        of_tables = [tuple(variable.shape) for variable in tables(model)]
-        _sharded.set(optimizer, ShardedOptimizer(optimizer, variables, of_tables, self._group, meet))
+        # The gradients of embeddings are sparse: every process updates whole tables.
+        layers = [layer for layer in keras_internals.all_layers(model) if isinstance(layer, keras.layers.Embedding)]
+        table_shapes = [tuple(table.shape) for layer in layers for table in layer.trainable_variables]
+        _sharded.set(optimizer, ShardedOptimizer(optimizer, variables, table_shapes, self._group, meet))
 
-    @contextlib.contextmanager
-    def tracing(self, model: Any) -> Iterator[None]:
+    def tracing(self, model: Any) -> AbstractContextManager[None]:
         """The context in which a step is traced as if this process had the whole state."""
-        with contextlib.ExitStack() as stack:
-            for one in _sharded_of(model):
-                stack.enter_context(one.tracing())
-            yield
+        return _entered(model, ShardedOptimizer.tracing)
 
     def variables_in_parts(self, model: Any) -> Mapping[int, spmd.Placed]:
         """See `Strategy.variables_in_parts`."""
-        return {key: placed for one in _sharded_of(model) for key, placed in one.variables.items()}
+        return {key: placed for shards in _sharded_optimizers(model) for key, placed in shards.variables.items()}
 
     def keep_whole(self, model: Any, handles: Collection[int]) -> None:
         """See `Strategy.keep_whole`."""
-        for one in _sharded_of(model):
-            one.keep_whole(handles)
+        for shards in _sharded_optimizers(model):
+            shards.keep_whole(handles)
 
     def finalize(self, model: Any, mesh: spmd.Mesh) -> None:
-        """What the optimizer of `model` does to its variables at the end of a training."""
-        found = sharded(model.optimizer)
-        if found is None:
+        """Does what the optimizer of `model` does to its variables at the end of training."""
+        shards = sharded(model.optimizer)
+        if shards is None:
             model.optimizer.finalize_variable_values(model.trainable_weights)
         elif keras_optimizers.inner(model.optimizer).use_ema:
 
-            def finalized() -> None:
+            def finalize() -> None:
                 model.optimizer.finalize_variable_values(model.trainable_weights)
 
             with self.tracing(model):
-                traced = tf.function(finalized, autograph=False).get_concrete_function()
-            variables = found.variables
+                traced = tf.function(finalize, autograph=False).get_concrete_function()
+            variables = shards.variables
             tf.function(lambda: spmd.compute(traced, mesh, [], None, spmd.Cost(), None, variables), autograph=False)()
 
-    @contextlib.contextmanager
-    def whole(self, model: Any) -> Iterator[None]:
+    def whole(self, model: Any) -> AbstractContextManager[None]:
         """The context in which the chief has the whole state; all processes enter it."""
-        with contextlib.ExitStack() as stack:
-            for one in _sharded_of(model):
-                stack.enter_context(one.whole())
-            yield
+        return _entered(model, ShardedOptimizer.whole)
 
     def check_callbacks(self, callbacks: Iterable[Any]) -> None:
         """Raises `UsageError` for a callback that needs the whole state."""
         for callback in callbacks:
-            what = needs_whole_state(callback)
-            if what is not None:
+            description = needs_whole_state(callback)
+            if description is not None:
                 raise UsageError(
-                    f"`shard` is `{self.kind}`, and {what} needs the whole state of the optimizer",
-                    f"use `tfdist.callbacks.Checkpoint` in its place, or {LEAVE_OUT}",
+                    f"`shard` is `{self.kind}`, and {description} needs the whole state of the optimizer",
+                    "use `tfdist.callbacks.Checkpoint` in its place, or leave out `shard`; each process then has the "
+                    "whole state of the optimizer",
                 )
 
 
-def _sharded_of(model: Any) -> list[ShardedOptimizer]:
-    found = [sharded(optimizer) for optimizer in keras_internals.optimizers(model)]
-    return [one for one in found if one is not None]
+@contextlib.contextmanager
+def _entered(model: Any, context: Callable[[ShardedOptimizer], AbstractContextManager[None]]) -> Iterator[None]:
+    """Enters a context of each sharded optimizer of `model`."""
+    with contextlib.ExitStack() as stack:
+        for shards in _sharded_optimizers(model):
+            stack.enter_context(context(shards))
+        yield

@@ -1,10 +1,10 @@
-"""A `tf.distribute.Strategy` over a `ProcessGroup`, for stock Keras: its `model.fit`, or loops written by hand.
+"""A `tf.distribute.Strategy` over a `ProcessGroup`, for stock Keras: for its `model.fit`, and for custom loops.
 
     group = tfdist.strategy("horovod").group
     with StockKerasStrategy(group).scope():
         model = ...
 
-The strategies of tfdist do not need it: they are exact for uneven batches, and merge metrics.
+tfdist's strategies do not use it: unlike it, they are exact for uneven batches, and merge metrics.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from tfdist.internals import tensorflow as tensorflow_internals
 
 
 class StockKerasStrategy(tf.distribute.Strategy):
-    """One replica per process.
+    """One replica per process, which trains on the data of its process.
 
-    Each process feeds its replica with its own data. Gradients are packed and summed over the processes before Keras'
-    optimizer gets them. The logs of `fit` under this strategy are each process' own.
+    Gradients are summed over the processes before they are passed to Keras' optimizer. The logs of `fit` are those of
+    the process.
 
     Args:
         group: the processes of the job.
         packing: how gradients are packed to be sent.
-        device: the device of this process' replica.
+        device: the device of this process's replica.
     """
 
     def __init__(
@@ -43,7 +43,7 @@ class StockKerasStrategy(tf.distribute.Strategy):
         super().__init__(tensorflow_internals.ReducingExtended(self, device, group.rank, group.size, reduce))
 
     def _next_name(self) -> str:
-        """A different name for each exchange of a graph and of the graphs inside it."""
+        """Returns a different name for each exchange in a graph, including the graphs inside it."""
         if tf.executing_eagerly():
             return "eager"
         graph = tf.compat.v1.get_default_graph()

@@ -1,11 +1,11 @@
-"""Data parallelism over the processes of a job: a copy of every variable in each, and gradients added in each step.
+"""Data parallelism over the processes of a job: every process has the variables, and each step sums the gradients.
 
-It is made of
+    process group       joins the processes: MPI, Horovod, sockets, or TensorFlow's collectives
+    optimizer state     whole in each process, or sharded over the processes
+    stages              one per process, or a pipeline on its devices
+    mesh                exchanges what the partitioned step needs
 
-    a process group       which `join` makes: MPI, Horovod, sockets, TensorFlow's collectives
-    the state's place     whole in each process, or sharded over them (`tfdist.data_parallel.sharding`)
-    stages                one in each process, or a pipeline on its devices (`tfdist.pipeline_parallel.local_stages`)
-    a mesh                which exchanges what the partitioned step of one device needs
+See `tfdist.groups`, `tfdist.data_parallel.sharding`, `tfdist.pipeline_parallel.local_stages` and `tfdist.spmd`.
 """
 
 from __future__ import annotations
@@ -38,23 +38,22 @@ from tfdist.training.job_strategy import JobStrategy
 
 
 class DataParallel(JobStrategy):
-    """Trains on all processes of a job, and ends with the result of one device.
+    """Trains on all processes of a job, with the result of one device.
 
     Args:
-        compression: the type in which gradients are sent: "none" is their own, "bf16" and "fp16" take half the bytes.
-        buffer_bytes: gradients below this size are sent together, in buffers of this size; `None` is 1 MiB, and 128 KiB
-            per process from nine processes on, since rings send each process' part of a buffer by itself.
+        compression: the dtype in which gradients are sent: "none" is their own, "bf16" and "fp16" take half the bytes.
+        buffer_bytes: gradients below this size are sent together, in buffers of this size; `None` is 1 MiB, or with
+            more than eight processes 128 KiB per process, since rings send each process's part of a buffer separately.
         dense_below_bytes: sparse gradients of tables below this size are sent as dense tensors; not for adaptive
             optimizers, see `tfdist.groups.ProcessGroup`.
-        shard: "optimizer" or "gradients" divides the state of optimizers over the processes, see
-            `tfdist.data_parallel.sharding`; `None` leaves the whole state in each process.
+        shard: "optimizer" or "gradients" shards the state of optimizers over the processes, see
+            `tfdist.data_parallel.sharding`; `None` keeps the whole state in each process.
         speeds: sizes of the replicas' parts of a global batch in proportion to each other, such as "3,1"; "auto"
             measures them; `None` makes them equal. See `tfdist.interface.speeds`.
-        stages: the number of stages of a pipeline in each process, each on a device of the process; 1 trains without a
-            pipeline.
-        micro_batches: the parts of the batch of a process in a pipeline, 4 unless set.
-        schedule: of a pipeline, see `tfdist.strategies.pipeline.PipelineStrategy`, "gpipe" unless set.
-        balance: of a pipeline, see `tfdist.strategies.pipeline.PipelineStrategy`, "time" unless set.
+        stages: the number of stages of a pipeline in each process, each on its own device; 1 trains without a pipeline.
+        micro_batches: the number of parts of a process's batch in a pipeline; default: 4.
+        schedule: the schedule of a pipeline, see `tfdist.strategies.pipeline.PipelineStrategy`; default: "gpipe".
+        balance: the balance of a pipeline, see `tfdist.strategies.pipeline.PipelineStrategy`; default: "time".
         options: see `tfdist.training.job_strategy.JobStrategy`.
     """
 
@@ -82,12 +81,14 @@ class DataParallel(JobStrategy):
         self.compression = compression
         self._buffer_bytes, self._dense_below_bytes = buffer_bytes, dense_below_bytes
         self._shard = shard
-        self._count = stages
-        self._pipeline = _pipeline(stages, {"micro_batches": micro_batches, "schedule": schedule, "balance": balance})
+        self._stage_count = stages
+        self._pipeline = _pipeline_options(
+            stages, {"micro_batches": micro_batches, "schedule": schedule, "balance": balance}
+        )
         self._stages: Stages | None = None
         self._state: ShardedState | None = None
-        # Processes that sent buffers of different types or sizes would add up what does not belong together, or wait.
-        alike = {
+        # Processes that send buffers of different dtypes or sizes would add unrelated values, or wait forever.
+        same_settings = {
             "compression": compression,
             "buffer_bytes": buffer_bytes,
             "dense_below_bytes": dense_below_bytes,
@@ -95,29 +96,29 @@ class DataParallel(JobStrategy):
             "stages": stages,
             **self._pipeline,
         }
-        super().__init__(
-            job_settings=dict(job_settings or {}) | {name: str(value) for name, value in alike.items()}, **options
-        )
+        settings = dict(job_settings or {}) | {name: str(value) for name, value in same_settings.items()}
+        super().__init__(job_settings=settings, **options)
         self.divide_by_speeds(speeds)
         if compression != "none":
-            self.compare_first_step = False  # what is rounded on its way differs by choice
+            self.compare_first_step = False  # rounded gradients differ by design
 
     @property
     def packing(self) -> Packing:
         """How gradients are packed to be sent."""
-        chosen = costs.buffer_bytes(self.world.world_size) if self._buffer_bytes is None else self._buffer_bytes
-        return Packing(chosen, self.wire_dtypes[self.compression])
+        default = costs.buffer_bytes(self.world.world_size)
+        buffer_bytes = default if self._buffer_bytes is None else self._buffer_bytes
+        return Packing(buffer_bytes, self.wire_dtypes[self.compression])
 
     def choose_devices(self, wanted: int | str | Sequence[str] | None) -> list[str]:
         if not self.is_staged or wanted is not None:
             return super().choose_devices(wanted)
-        own = gpus.of_process(World.detect(os.environ), os.environ)
-        if 0 < len(own) < self._count:
+        process_gpus = gpus.of_process(World.detect(os.environ), os.environ)
+        if 0 < len(process_gpus) < self._stage_count:
             raise UsageError(
-                f"`stages` is {self._count}, and a process of `{self.name}` has {len(own)} GPUs",
-                f"use `stages={len(own)}`, or fewer processes on this machine",
+                f"`stages` is {self._stage_count}, and a process of `{self.name}` has {len(process_gpus)} GPUs",
+                f"use `stages={len(process_gpus)}`, or fewer processes on this machine",
             )
-        return gpus.use_only(own[: self._count]) or device_choice.choose(self._count)
+        return gpus.use_only(process_gpus[: self._stage_count]) or device_choice.choose(self._stage_count)
 
     def set_up(self) -> None:
         super().set_up()
@@ -126,19 +127,19 @@ class DataParallel(JobStrategy):
             return
         if not self.group.carries_tensors:
             raise UsageError(
-                f"`shard` is `{self.shard}`, and the processes exchange tensors by TensorFlow's own collectives",
+                f"`shard` is `{self.shard}`, and the processes exchange tensors by TensorFlow's collectives",
                 'use `communication="sockets"`, with one device per process, or the strategy `horovod`',
             )
         if self._stages is not None:
             raise UsageError(
-                f"`shard` is `{self.shard}` and `stages` is more than 1, and they cannot be used together yet",
-                "leave one of them out",
+                f"`shard` is `{self.shard}` and `stages` is more than 1, and they cannot be used together",
+                "leave out one of them",
             )
         self._state = ShardedState(self.shard, self.group, self)
 
     @property
     def shard(self) -> str | None:
-        """What is divided over the processes; `None` where there is only one."""
+        """What is sharded over the processes; `None` for a single process."""
         return self._shard if self.world.world_size > 1 else None
 
     def make_mesh(self) -> spmd.Mesh:
@@ -147,8 +148,9 @@ class DataParallel(JobStrategy):
         self.variables = Variables("CPU:0", in_parts=True)
         self._stages = Stages(self.devices, **self._pipeline)
         pipeline = self.devices, self._stages.micro_batches, self._stages.schedule
-        several = self.world.world_size > 1
-        return PipelinesMesh(*pipeline, self.group, self.packing) if several else PipelineMesh(*pipeline)
+        if self.world.world_size == 1:
+            return PipelineMesh(*pipeline)
+        return PipelinesMesh(*pipeline, self.group, self.packing)
 
     @property
     def replica_devices(self) -> list[str]:
@@ -161,7 +163,7 @@ class DataParallel(JobStrategy):
     @property
     def is_staged(self) -> bool:
         """Whether each process trains with a pipeline of several stages."""
-        return self._count > 1
+        return self._stage_count > 1
 
     def check(self, model: Any) -> None:
         super().check(model)
@@ -190,8 +192,6 @@ class DataParallel(JobStrategy):
     def stages_of(self, model: Any) -> list[dict[str, Any]]:
         return [] if self._stages is None else self._stages.described(model)
 
-    # The state of optimizers.
-
     def is_divided(self, optimizer: Any) -> bool:
         return sharding.sharded(optimizer) is not None
 
@@ -206,8 +206,8 @@ class DataParallel(JobStrategy):
             self._state.divide(model, optimizer, variables)
 
     def place_of_update(self, optimizer: Any) -> Callable[[tf.Variable], tf.Variable | None]:
-        found = None if optimizer is None else sharding.sharded(optimizer)
-        return super().place_of_update(optimizer) if found is None else found.place
+        shards = None if optimizer is None else sharding.sharded(optimizer)
+        return super().place_of_update(optimizer) if shards is None else shards.place
 
     def variables_in_parts(self, model: Any) -> Mapping[int, spmd.Placed]:
         return {} if self._state is None else self._state.variables_in_parts(model)
@@ -251,21 +251,21 @@ class DataParallel(JobStrategy):
             "buffer_bytes": self.packing.buffer_bytes,
             "dense_below_bytes": self._dense_below_bytes,
             "shard": self.shard,
-            "stages": self._count,
+            "stages": self._stage_count,
             **(self._pipeline if self._stages is not None else {}),
         }
 
 
-def _pipeline(stages: int, given: Mapping[str, Any]) -> dict[str, Any]:
-    """The options of the pipeline in each process.
+def _pipeline_options(stages: int, options: Mapping[str, Any]) -> dict[str, Any]:
+    """The options of the pipeline in each process, with their defaults in place of `None`.
 
     Raises:
-        UsageError: options of a pipeline were `given` to a process that has one stage.
+        UsageError: an option of a pipeline is set, and there is only one stage.
     """
-    chosen = {name: value for name, value in given.items() if value is not None}
-    for name, value in chosen.items() if stages == 1 else ():
+    is_set = {name: value for name, value in options.items() if value is not None}
+    for name, value in is_set.items() if stages == 1 else ():
         raise UsageError(
             f"`{name}` is `{value}`, and a process trains its whole model in one stage",
             f"set `stages` to the number of devices of a process, or leave `{name}` out",
         )
-    return {"micro_batches": 4, "schedule": "gpipe", "balance": "time"} | chosen
+    return {"micro_batches": 4, "schedule": "gpipe", "balance": "time"} | is_set

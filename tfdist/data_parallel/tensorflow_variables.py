@@ -1,4 +1,4 @@
-"""Variables that the scope of one of TensorFlow's strategies makes, such as a copy on each device."""
+"""Variables that are made in the scope of a `tf.distribute.Strategy`, such as copies on several devices."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from tfdist.internals.keras import tf_variable
 
 
 class TensorFlowVariables(Variables):
-    """The variables of a strategy of TensorFlow's.
+    """The variables of a `tf.distribute.Strategy`.
 
     Args:
-        strategy: TensorFlow's.
-        name: of the strategy of tfdist, for messages.
+        strategy: the `tf.distribute.Strategy`.
+        name: the name of tfdist's strategy, for messages.
     """
 
     def __init__(self, strategy: tf.distribute.Strategy, name: str):
@@ -44,10 +44,10 @@ class TensorFlowVariables(Variables):
 
     @contextlib.contextmanager
     def calling(self, strategy: Any, model: Any) -> Iterator[None]:
-        # A callback may call `model.predict`. Keras' own fails in this scope: a replica may have no examples, and the
-        # other processes take part in its batches.
-        inside = tf.distribute.get_strategy() is self.strategy and tf.distribute.in_cross_replica_context()
-        outside_of_scope = tensorflow_internals.without_strategy() if inside else contextlib.nullcontext()
+        # A callback may call `model.predict`. Keras' own method fails in this scope: a replica may have no examples,
+        # and the other processes would have to take part.
+        is_inside = tf.distribute.get_strategy() is self.strategy and tf.distribute.in_cross_replica_context()
+        outside_of_scope = tensorflow_internals.without_strategy() if is_inside else contextlib.nullcontext()
         with keras_routes.routed_to(model, strategy), outside_of_scope:
             yield
 
@@ -81,20 +81,12 @@ class WorkerVariables(TensorFlowVariables):
 
     def sum_metrics(self, group: ProcessGroup, variables: Sequence[Any], name: str) -> list[tf.Tensor]:
         outside = [variable for variable in variables if not self._is_made_in_scope(variable)]
-        if outside:  # an ordinary variable, which does not say whether each process has a part of the state or all
+        if outside:  # a plain variable, which does not tell whether its value is the whole state or this process's part
             raise self._made_outside(f"variable `{outside[0].path}` of a metric")
         if not isinstance(group, SocketGroup):
-            return super().sum_metrics(group, variables, name)  # to read a variable in parts adds them up
-        local, in_parts = self.strategy.experimental_local_results, list(map(_is_in_parts, variables))
-        parts = [local(tf_variable(one))[0] for one, part in zip(variables, in_parts, strict=True) if part]
-        sums = iter(summed(group, list(map(tf.convert_to_tensor, parts)), name))
-        return [
-            next(sums) if part else tf.convert_to_tensor(tf_variable(one))
-            for one, part in zip(variables, in_parts, strict=True)
-        ]
-
-
-def _is_in_parts(variable: Any) -> bool:
-    """Whether each replica has a part of `variable`, as of the state of a metric."""
-    value, on_read, of_parts = tf_variable(variable), tf.VariableSynchronization.ON_READ, tf.VariableAggregation.SUM
-    return value.synchronization == on_read and value.aggregation == of_parts
+            return super().sum_metrics(group, variables, name)  # reading a sum of copies adds them
+        is_sum, local = tensorflow_variables.is_sum_of_copies, self.strategy.experimental_local_results
+        tf_variables = list(map(tf_variable, variables))
+        parts = [tf.convert_to_tensor(local(variable)[0]) for variable in tf_variables if is_sum(variable)]
+        sums = iter(summed(group, parts, name))
+        return [next(sums) if is_sum(variable) else tf.convert_to_tensor(variable) for variable in tf_variables]

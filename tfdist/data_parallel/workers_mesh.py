@@ -9,12 +9,10 @@ from typing import Any
 import tensorflow as tf
 
 from tfdist import spmd
-from tfdist.data_parallel.mirrored_mesh import MirroredMesh
+from tfdist.data_parallel.mirrored_mesh import MirroredMesh, copies_of_sum
 from tfdist.groups import CARRIED_AS, structures
 from tfdist.groups import packing as gradient_reduction
 from tfdist.internals import tensorflow as tensorflow_internals
-from tfdist.internals import tensorflow_variables
-from tfdist.internals.keras import tf_variable
 from tfdist.jobs.world import World
 from tfdist.spmd.process_mesh import REDUCTIONS
 
@@ -23,10 +21,10 @@ class WorkersMesh(MirroredMesh):
     """The replicas of several processes, which exchange values by TensorFlow's collective operations.
 
     Args:
-        strategy: TensorFlow's.
-        devices: of this process' replicas.
+        strategy: the `tf.distribute.Strategy`.
+        devices: the devices of this process's replicas.
         world: the job.
-        packing: of what is added up; `wire_dtype` holds for gradients alone.
+        packing: how tensors are packed for an all-reduce; `wire_dtype` is used for gradients only.
     """
 
     def __init__(
@@ -43,25 +41,18 @@ class WorkersMesh(MirroredMesh):
         self._packing = packing
 
     def begin(self, variables: Sequence[Any]) -> None:
-        for variable in variables:
-            held = tf_variable(variable)
-            if tensorflow_variables.is_sum_of_copies(held):
-                copies = tensorflow_variables.copies(held)
-                (totals,) = self.all_reduce([[copy.read_value() for copy in copies]], "sum")
-                for copy, total in zip(copies, totals, strict=True):
-                    copy.assign(total)
+        for copies in filter(None, map(copies_of_sum, variables)):
+            (totals,) = self.all_reduce([[copy.read_value() for copy in copies]], "sum")
+            for copy, total in zip(copies, totals, strict=True):
+                copy.assign(total)
 
     def end(self, variables: Sequence[Any]) -> None:
         for variable in variables:
-            held = tf_variable(variable)
-            if tensorflow_variables.is_sum_of_copies(held):
-                for copy in tensorflow_variables.copies(held)[int(self._is_chief) :]:
-                    copy.assign(tf.zeros_like(copy))
+            for copy in copies_of_sum(variable)[int(self._is_chief) :]:
+                copy.assign(tf.zeros_like(copy))
 
     def terms(self, variable: Any) -> list[tf.Tensor] | None:
-        held = tf_variable(variable)
-        copies = tensorflow_variables.copies(held) if tensorflow_variables.is_sum_of_copies(held) else []
-        return [copy.handle for copy in copies] or None
+        return [copy.handle for copy in copies_of_sum(variable)] or None
 
     def all_reduce(
         self, values: Sequence[Sequence[tf.Tensor]], reduction: str, gradients: bool = False
@@ -71,48 +62,48 @@ class WorkersMesh(MirroredMesh):
             return [[REDUCTIONS[reduction](copy) for copy in self._gather(parts)] for parts in rows]
         packing = self._packing if gradients else replace(self._packing, wire_dtype=None)
         groups = gradient_reduction.buffers([parts[0] for parts in values], packing.buffer_bytes)
-        found: list[list[tf.Tensor]] = [[] for _ in values]
+        sums: list[list[tf.Tensor]] = [[] for _ in values]
         for members in groups:
-            sent = [
+            buffers = [
                 gradient_reduction.to_wire(
                     gradient_reduction.joined([values[index][position] for index in members]), packing.wire_dtype
                 )
                 for position in range(self.copies)
             ]
-            (totals,) = super().all_reduce([sent], "sum")
+            (totals,) = super().all_reduce([buffers], "sum")
             like = [values[index][0] for index in members]
             for total in totals:
                 pieces = gradient_reduction.split(gradient_reduction.from_wire(total, like[0].dtype), like)
                 for index, piece in zip(members, pieces, strict=True):
-                    found[index].append(piece)
-        return found
+                    sums[index].append(piece)
+        return sums
 
     def all_gather(self, values: Sequence[Sequence[tf.Tensor]], shards: Sequence[spmd.Shard]) -> list[list[tf.Tensor]]:
         return [spmd.gathered_by_rows(parts, shard, self._gather) for parts, shard in zip(values, shards, strict=True)]
 
     def gathered(self, structure: Any) -> Any:
         rank = self.local[0] // self.copies
-        return structures.gathered(structure, lambda rows: self._gather_of_first(rows)[0], rank)
+        return structures.gathered(structure, lambda rows: self._gather_from_first_replicas(rows)[0], rank)
 
     def once(self, compute: Callable[[], list[tf.Tensor]], like: Sequence[tf.Tensor]) -> list[list[tf.Tensor]]:
         with self.on_copy(0):
             results = compute() if self._is_chief else [None] * len(like)
         return [
-            spmd.broadcast_by_gathering(result, one, self._gather_of_first)
-            for result, one in zip(results, like, strict=True)
+            spmd.broadcast_by_gathering(result, tensor, self._gather_from_first_replicas)
+            for result, tensor in zip(results, like, strict=True)
         ]
 
-    def _gather_of_first(self, rows: tf.Tensor) -> list[tf.Tensor]:
-        """The rows that the first replicas of all processes give, once for each copy."""
+    def _gather_from_first_replicas(self, rows: tf.Tensor) -> list[tf.Tensor]:
+        """The rows from the first replica of each process, concatenated, on each copy."""
         return self._gather([rows, *[rows[:0]] * (self.copies - 1)])
 
     def _gather(self, parts: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-        """The rows of all replicas of the job, once for each copy."""
+        """The rows of all replicas of the job, concatenated, on each copy."""
         dtype = parts[0].dtype
         sent = [tf.identity(_as_gathered(part)) for part in parts]
         with self._strategy.scope():
-            found = self._strategy.gather(tensorflow_internals.per_replica(sent), axis=0)
-        rows = tf.bitcast(found, dtype) if _is_bitcast(parts[0]) else tf.cast(found, dtype)
+            gathered = self._strategy.gather(tensorflow_internals.per_replica(sent), axis=0)
+        rows = tf.bitcast(gathered, dtype) if _is_bitcast(parts[0]) else tf.cast(gathered, dtype)
         return self._on_each_copy(tf.identity, rows)
 
 

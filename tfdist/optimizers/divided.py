@@ -1,4 +1,4 @@
-"""What optimizers whose state is divided over processes have in common: slots in parts, and saving as a whole."""
+"""The base of optimizers whose state is sharded over processes: slots in parts, and saving of the whole state."""
 
 from __future__ import annotations
 
@@ -18,27 +18,29 @@ from tfdist.internals import tensorflow as tensorflow_internals
 
 
 class DividedOptimizer:
-    """The part of one optimizer that this process has.
+    """The part of an optimizer that this process has.
 
     Args:
-        optimizer: of Keras; built for all variables that it updates, or not built.
-        group: of the processes.
-        meet: is called with what this process is about to do, and raises an error if another one does something else.
+        optimizer: a Keras optimizer; built for all variables that it updates, or not built.
+        group: the processes.
+        meet: is called with the next action of this process; raises an error if the actions of processes differ.
     """
 
     def __init__(self, optimizer: Any, group: ProcessGroup, meet: Callable[[str], None]):
         self.optimizer = optimizer
         self._group = group
         self._meet = meet
-        self._gathered: dict[int, np.ndarray] | None = None  # see `whole`; by the `id` of the variable
-        # Keras saves one that scales the loss with its variables and those of the one inside, and that one again.
-        for one in {id(one): one for one in (optimizer, keras_optimizers.inner(optimizer))}.values():
-            read, write = functools.partial(self._read, one), functools.partial(self._write, one)
-            keras_optimizers.saving_with(one, read, write)
+        self._gathered: dict[int, np.ndarray] | None = None  # within `whole`: the values by the `id` of the variable
+        # Keras saves an optimizer that scales the loss with the variables of its inner optimizer, and saves that again.
+        inner = keras_optimizers.inner(optimizer)
+        for saved in [optimizer] if inner is optimizer else [optimizer, inner]:
+            keras_optimizers.saving_with(
+                saved, functools.partial(self._read, saved), functools.partial(self._write, saved)
+            )
 
     @contextlib.contextmanager
     def whole(self) -> Iterator[None]:
-        """The context in which each process can save the optimizer by itself; all of them enter it."""
+        """The context in which a process can save the optimizer without the others; all processes enter it."""
         self._gathered = dict(zip(map(id, self.optimizer.variables), self._read(self.optimizer), strict=True))
         try:
             yield
@@ -46,7 +48,7 @@ class DividedOptimizer:
             self._gathered = None
 
     def _read(self, optimizer: Any) -> list[np.ndarray]:
-        """The whole values of an optimizer's variables; all processes call it, but within `whole`."""
+        """The whole values of an optimizer's variables; outside of `whole`, all processes call it."""
         if self._gathered is not None:
             return [self._gathered[id(variable)] for variable in optimizer.variables]
         self._meet("gathers the state of an optimizer")
@@ -66,12 +68,12 @@ class DividedOptimizer:
 
 
 def local(variable: Any) -> tf.Variable:
-    """The copy of this process of a Keras variable."""
+    """The `tf.Variable` of a Keras variable in this process; the first if there are copies."""
     return tensorflow_variables.copies(variable)[0]
 
 
 def divide(slot: Any, part: Part) -> None:
-    """Leaves to this process its part of a slot, which it may have already."""
+    """Reduces a slot to the part of this process, unless it is that part already."""
     if parts.part_of(slot) is None:
         if tuple(slot.shape) != part.shape:
             _replace(slot, part.of(tensorflow_variables.read(local(slot))))
@@ -79,18 +81,18 @@ def divide(slot: Any, part: Part) -> None:
 
 
 def undivide(slot: Any, exchange: Callable[[bytes], list[bytes]]) -> None:
-    """Gives every process the whole of a slot again; all of them call it."""
-    whole = parts.gathered(slot, exchange)
+    """Gives every process the whole slot again; all processes call it."""
+    value = parts.gathered(slot, exchange)
     parts.mark(slot, None)
-    _replace(slot, whole)
+    _replace(slot, value)
 
 
 def _replace(slot: Any, value: np.ndarray) -> None:
-    """Gives a slot a value of another shape, in a plain variable."""
-    held = local(slot)
+    """Gives a slot a value of another shape, in a new plain variable."""
+    old = local(slot)
     with tensorflow_internals.without_strategy():
-        made = tensorflow_variables.without_value(value.shape, held.dtype, held.device, slot.name)
-    tensorflow_variables.fill(made, np.ascontiguousarray(value))
-    keras_internals.set_tf_variable(slot, made)
-    for copy in tensorflow_variables.copies(held):  # whoever still holds the variable
+        new = tensorflow_variables.without_value(value.shape, old.dtype, old.device, slot.name)
+    tensorflow_variables.fill(new, np.ascontiguousarray(value))
+    keras_internals.set_tf_variable(slot, new)
+    for copy in tensorflow_variables.copies(old):  # to which there may still be references
         tensorflow_variables.free(copy)

@@ -1,16 +1,16 @@
-"""An optimizer of which each process of a job has a part of the slots, and updates the same part of the variables.
+"""An optimizer whose slots are sharded over the processes of a job; each process updates its part of the variables.
 
-    gradients of the replicas   -> reduce-scatter ->   this process' part of their sum
+    gradients of the replicas   -> reduce-scatter ->   this process's part of their sum
     part of the variables       -> Keras' update  ->   the same part, updated
     updated parts               -> all-gather     ->   the whole variables, in every process
 
-An update costs each of N processes an N-th of the time and of the memory for slots, and the two exchanges together send
-as many bytes as the all-reduce in their place. The update is traced as one device computes it, with a stand-in of the
-whole shape for each slot. For the partitioner a slot is a variable that is cut along an axis
-(`tfdist.spmd.sharded_variables`), so that whatever a step computes of it is that of one device.
+With N processes, the time of an update and the memory for slots are divided by N, and the two exchanges together send
+as many bytes as an all-reduce. The update is traced for one device, with a stand-in of the whole shape for each slot.
+For the partitioner a slot is a variable that is sharded along an axis (`tfdist.spmd.sharded_variables`), so that every
+result that a step computes from it is that of one device.
 
-A kernel that updates a variable in place does so in a variable beside it, which the partitioner can cut, too; it has
-memory only meanwhile.
+A kernel that updates a variable in place updates a temporary variable instead, which the partitioner can shard, too; it
+has memory only during the update.
 
 Source: Rajbhandari, Rasley, Ruwase and He, ZeRO: Memory optimizations toward training trillion parameter models,
 arXiv:1910.02054, 2020; stages 1 and 2.
@@ -35,36 +35,29 @@ from tfdist.optimizers.divided import DividedOptimizer, divide, local, undivide
 
 @dataclass
 class _StandIn:
-    """What a traced step uses in place of a variable of which each process has a part.
+    """A variable in a traced step that stands for a sharded variable."""
 
-    Attributes:
-        whole: has the shape of the whole, and no value.
-        shard: how the processes have cut it.
-        variable: holds the part of this process; of Keras for a slot.
-        is_cut: this process has a part, and not the whole.
-    """
-
-    whole: tf.Variable
+    whole: tf.Variable  # has the whole shape, and no value
     shard: spmd.Shard
-    variable: Any
-    is_cut: bool = True
+    variable: Any  # has the value of this process's shard; a Keras variable for a slot
+    is_sharded: bool = True  # otherwise this process has the whole value
 
     @property
     def placed(self) -> spmd.Placed:
-        """What this process has."""
+        """The placement of the variable, with the value in this process."""
         handles = [local(self.variable).handle]
-        return spmd.Placed(self.shard, handles) if self.is_cut else spmd.replicated(handles)
+        return spmd.Placed(self.shard, handles) if self.is_sharded else spmd.replicated(handles)
 
 
 class ShardedOptimizer(DividedOptimizer):
-    """The parts of one optimizer that this process has.
+    """The shards of an optimizer's slots in this process.
 
     Args:
-        optimizer: of Keras; built or not.
-        variables: that it is to be built for.
-        whole_shapes: of variables that every process updates as a whole, as it does their slots.
-        group: of the processes.
-        meet: is called with what this process is about to do, and raises an error if another one does something else.
+        optimizer: a Keras optimizer, built or not.
+        variables: the variables for which it is built, if it is not.
+        whole_shapes: the shapes of variables that are not sharded, nor are their slots.
+        group: the processes.
+        meet: is called with the next action of this process; raises an error if the actions of processes differ.
     """
 
     def __init__(
@@ -78,7 +71,8 @@ class ShardedOptimizer(DividedOptimizer):
         super().__init__(optimizer, group, meet)
         self._whole_shapes = set(whole_shapes)
         self._slots: list[_StandIn] = []
-        self._places: dict[int, tuple[tf.Tensor, _StandIn | None]] = {}  # by the `id` of the handle, which is held
+        # By the `id` of the handle, to which the tuple keeps a reference; see `place`.
+        self._temporaries: dict[int, tuple[tf.Tensor, _StandIn | None]] = {}
         shapes = {} if optimizer.built else self._build(variables)
         for slot in optimizer.variables:
             shape = shapes.get(id(slot), tuple(slot.shape))
@@ -87,31 +81,32 @@ class ShardedOptimizer(DividedOptimizer):
                 self._divide(slot, shape, shard)
 
     def _build(self, variables: Sequence[Any]) -> dict[int, tuple[int, ...]]:
-        """Builds the optimizer, with slots for parts if it computes by elements; returns their whole shapes by `id`."""
+        """Builds the optimizer, with sharded slots if it computes elementwise; returns their whole shapes by `id`."""
         if type(keras_optimizers.inner(self.optimizer)) not in keras_optimizers.ELEMENTWISE:
             self.optimizer.build(list(variables))
             return {}
         parts = []
         for variable in variables:
-            own = self._own_shape(tuple(variable.shape), self._shard(tuple(variable.shape), local(variable).dtype))
-            parts.append(tensorflow_variables.without_value(own, local(variable).dtype, local(variable).device))
+            tf_variable, shape = local(variable), tuple(variable.shape)
+            local_shape = self._local_shape(shape, self._shard(shape, tf_variable.dtype))
+            parts.append(tensorflow_variables.without_value(local_shape, tf_variable.dtype, tf_variable.device))
         with tf.init_scope(), tensorflow_internals.without_strategy():
             keras_optimizers.build(self.optimizer, variables, parts)
-        slots = keras_optimizers.slots_of(self.optimizer)
-        return {id(s): tuple(variable.shape) for variable, own in zip(variables, slots, strict=True) for s in own}
+        slots = zip(variables, keras_optimizers.slots_of(self.optimizer), strict=True)
+        return {id(slot): tuple(variable.shape) for variable, slots_of_variable in slots for slot in slots_of_variable}
 
     def _shard(self, shape: tuple[int, ...], dtype: tf.DType) -> spmd.Shard | None:
-        """How a variable is cut; `None` if every process has the whole."""
+        """How a variable is sharded; `None` if every process has the whole."""
         if shape in self._whole_shapes or not dtype.is_floating:
             return None
         return spmd.Shard.evenly(shape, self._group.size)
 
-    def _own_shape(self, shape: tuple[int, ...], shard: spmd.Shard | None) -> list[int]:
-        """The shape of this process' part of a variable."""
-        own = list(shape)
+    def _local_shape(self, shape: tuple[int, ...], shard: spmd.Shard | None) -> list[int]:
+        """The shape of this process's part of a variable."""
+        local_shape = list(shape)
         if shard is not None:
-            own[shard.axis] = shard.lengths(shape[shard.axis])[self._group.rank]
-        return own
+            local_shape[shard.axis] = shard.lengths(shape[shard.axis])[self._group.rank]
+        return local_shape
 
     def _divide(self, slot: Any, shape: tuple[int, ...], shard: spmd.Shard) -> None:
         whole = tensorflow_variables.without_value(shape, local(slot).dtype, local(slot).device)
@@ -120,49 +115,50 @@ class ShardedOptimizer(DividedOptimizer):
 
     @property
     def variables(self) -> Mapping[int, spmd.Placed]:
-        """What this process has in place of the variables that a traced step uses, by the `id` of their handles."""
-        return {id(one.whole.handle): one.placed for one in (*self._slots, *self._places_made)}
+        """The values in this process for the stand-ins in a traced step, by the `id` of a stand-in's handle."""
+        stand_ins = (*self._slots, *self._stand_ins_of_temporaries)
+        return {id(stand_in.whole.handle): stand_in.placed for stand_in in stand_ins}
 
     @property
-    def _places_made(self) -> list[_StandIn]:
-        return [one for _, one in self._places.values() if one is not None]
+    def _stand_ins_of_temporaries(self) -> list[_StandIn]:
+        return [stand_in for _, stand_in in self._temporaries.values() if stand_in is not None]
 
     @contextlib.contextmanager
     def tracing(self) -> Iterator[None]:
-        """The context in which a step is traced, with stand-ins for the slots of which this process has a part."""
-        with keras_variables.backed_by([one.variable for one in self._slots], [one.whole for one in self._slots]):
+        """The context in which a step is traced, with stand-ins for the sharded slots."""
+        slots = [stand_in.variable for stand_in in self._slots]
+        with keras_variables.backed_by(slots, [stand_in.whole for stand_in in self._slots]):
             yield
 
     def place(self, variable: tf.Variable) -> tf.Variable | None:
-        """Where a kernel updates a variable, of which each process updates a part; `None` for the variable itself."""
+        """The temporary variable in which a kernel updates a sharded variable; `None` to update the variable itself."""
         key = id(variable.handle)
-        if key not in self._places:
-            shape, dtype = tuple(variable.shape), variable.dtype
+        if key not in self._temporaries:
+            shape, dtype, device = tuple(variable.shape), variable.dtype, variable.device
             shard = self._shard(shape, dtype)
-            made = None if shard is None else self._made(shape, dtype, variable.device, shard)
-            self._places[key] = variable.handle, made
-        _, found = self._places[key]
-        return None if found is None else found.whole
-
-    def _made(self, shape: tuple[int, ...], dtype: tf.DType, device: str, shard: spmd.Shard) -> _StandIn:
-        held = tensorflow_variables.without_value(self._own_shape(shape, shard), dtype, device)
-        return _StandIn(tensorflow_variables.without_value(shape, dtype, device), shard, held)
+            stand_in = None
+            if shard is not None:
+                part = tensorflow_variables.without_value(self._local_shape(shape, shard), dtype, device)
+                stand_in = _StandIn(tensorflow_variables.without_value(shape, dtype, device), shard, part)
+            self._temporaries[key] = variable.handle, stand_in
+        _, stand_in = self._temporaries[key]
+        return None if stand_in is None else stand_in.whole
 
     def keep_whole(self, handles: Collection[int] | None = None) -> None:
-        """Gives every process the whole of what it has a part of; all of them call it alike.
+        """Gives every process the whole value of sharded variables; all processes call it with the same arguments.
 
         Args:
             handles: the `id`s of handles in `variables`; `None` is all.
         """
-        for one in self._slots:
-            if one.is_cut and (handles is None or id(one.whole.handle) in handles):
-                undivide(one.variable, self._group.exchange)
-                one.is_cut = False
-        for one in self._places_made:
-            if handles is None or id(one.whole.handle) in handles:
-                one.variable, one.is_cut = one.whole, False
+        for stand_in in self._slots:
+            if stand_in.is_sharded and (handles is None or id(stand_in.whole.handle) in handles):
+                undivide(stand_in.variable, self._group.exchange)
+                stand_in.is_sharded = False
+        for stand_in in self._stand_ins_of_temporaries:
+            if handles is None or id(stand_in.whole.handle) in handles:
+                stand_in.variable, stand_in.is_sharded = stand_in.whole, False
 
     def _write(self, optimizer: Any, values: list[Any]) -> None:
-        """As its base class; all processes must call it."""
+        """Assigns whole values; all processes call it."""
         self._meet("loads the state of an optimizer")
         super()._write(optimizer, values)

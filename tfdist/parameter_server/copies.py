@@ -33,8 +33,9 @@ from tfdist.parameter_server import closure_data as data
 from tfdist.parameter_server import closure_replica as replicas
 from tfdist.parameter_server import closure_variables as held_variables
 from tfdist.parameter_server import closures as loop
-from tfdist.relaxed import apart, averages
+from tfdist.relaxed import averages
 from tfdist.relaxed.centre_rules import Exchange, Memory, Rule
+from tfdist.relaxed.strategy import refuse_use_ema
 
 # What a worker says that refuses an exchange.
 NOT_FINITE = "tfdist: the weights of a worker are not finite after steps"
@@ -80,7 +81,7 @@ class CopiesProgram(loop.ClosureProgram):
 
     def end_epoch(self) -> Logs:
         logs = super().end_epoch()
-        if self._rule.leaves:
+        if self._rule.pushes_at_end:
             self._have_all_leave()
         self._left_at = self._fingerprint().numpy()
         return logs
@@ -251,14 +252,14 @@ class Copies:
     def leave(self) -> None:
         """Gives to the centre what the worker has not given yet."""
         for variable, own, memory in zip(self._weights, self._own, self._memory, strict=True):
-            kept, change = self._rule.left(tf.convert_to_tensor(own), _values(memory))
+            kept, change = self._rule.final_push(tf.convert_to_tensor(own), _values(memory))
             tf_variable(variable).assign_add(change)
             _assign(memory, kept)
 
 
 def require_plain(model: Any, mode: str) -> None:
     """Raises `UsageError` for an optimizer whose state the workers would have to share."""
-    apart.refuse_averages_of_optimizers(model, f"`mode={mode}`", "use another mode")
+    refuse_use_ema(model, f"`mode={mode}`", "use another mode")
     loop.refuse_accumulation(model, f"`mode={mode}`")
     for optimizer in keras_internals.optimizers(model):
         if hasattr(optimizer, "inner_optimizer"):

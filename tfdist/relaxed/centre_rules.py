@@ -1,19 +1,19 @@
-"""Workers with weights of their own, and a centre on servers: what a worker does with both, and when.
+"""Workers with their own copies of the weights, and a centre on servers: what a worker does with both, and when.
 
-    own             the weights of the worker, with which it computes
-    memory          what the rule keeps beside them, on the worker
-    centre          the weights on the servers, which all workers change, each at its own pace
+    own             the worker's weights, with which it computes
+    memory          what the rule keeps for each weight on the worker
+    centre          the weights on the servers, which every worker changes at its own pace
 
-A worker counts its steps, t = 0, 1, 2, .... Before step t it does the exchanges that are due then, one after the other:
+A worker counts its steps, t = 0, 1, 2, .... A rule is called for one variable at a time:
 
-    begin(centre)                       own and memory of a worker that starts, or starts again
-    settle(own, memory)                 before the exchanges, whether or not one is due
-    exchanges[i].make(own, memory, centre)   every `exchanges[i].every` steps: new own, new memory, what is added to the
-                                        centre; `None` adds nothing
-    stepped(own, memory)                after each step, with the weights that the step has made
+    begin(centre)                           when a worker starts or restarts: its weights and memory
+    settle(own, memory)                     before the exchanges of step t, whether or not one is due
+    exchanges[i].make(own, memory, centre)  every `exchanges[i].every` steps: the new weights, the new memory, and what
+                                            is added to the centre, or `None`
+    stepped(own, memory)                    after each step, with the weights after the step
 
-They are called for each variable by itself, and are made of operations that NumPy's arrays and TensorFlow's tensors
-both have. Nothing here knows where weights lie.
+A rule is made of operations that NumPy arrays and TensorFlow tensors have in common. It does not know where the weights
+are stored.
 
     Downpour       Dean et al., Large Scale Distributed Deep Networks, NIPS 2012, algorithm 7.1
     Easgd          Zhang, Choromanska and LeCun, Deep learning with Elastic Averaging SGD, arXiv 1412.6651, algorithm 1
@@ -21,7 +21,7 @@ both have. Nothing here knows where weights lie.
 
 Synopsis:
 
-    >>> walked(Easgd(every=2, moving_rate=1.0), lambda own: own + 1.0, steps=5)
+    >>> run_one_worker(Easgd(every=2, moving_rate=1.0), lambda own: own + 1.0, steps=5)
     ([1.0, 2.0, 1.0, 2.0, 3.0], [0.0, 0.0, 2.0, 2.0, 2.0])
 """
 
@@ -31,21 +31,23 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-# The steps between exchanges, and the momentum of `Eamsgd`, if they are not said; Zhang et al. use both.
+from tfdist.relaxed.outer_rules import elastic_force
+
+# The default number of steps between exchanges, and the default momentum of `Eamsgd`; both are those of Zhang et al.
 EVERY, MOMENTUM = 10, 0.99
-# What a worker keeps of one variable beside its weights.
+# What a worker keeps for one variable beside its weights.
 Memory = tuple[Any, ...]
 
 
 @dataclass(frozen=True)
 class Exchange:
-    """What is done with the centre, and how often.
+    """An exchange with the centre.
 
     Attributes:
-        every: the number of steps from one to the next; the first is before step 0.
-        make: see the head of this module.
-        reads: it uses the centre, and not `None` in its place.
-        writes: it adds to the centre.
+        every: the number of steps between exchanges; the first is before step 0.
+        make: see the docstring of this module.
+        reads: whether `make` uses the centre; otherwise it may get `None` in its place.
+        writes: whether something is added to the centre.
     """
 
     every: int
@@ -55,38 +57,39 @@ class Exchange:
 
 
 class Rule:
-    """What a worker does with its weights and with those of the centre.
+    """What a worker does with its weights and those of the centre.
 
     Attributes:
         exchanges: in the order in which they are made.
-        settles_after: the number of steps after an exchange when `settle` has something to do; `None` is never.
-        follows_steps: `stepped` has something to do.
-        leaves: what a worker has not yet given to the centre belongs there when training ends.
+        settles_after: the number of steps after an exchange when `settle` has an effect; `None` is never.
+        follows_steps: whether `stepped` has an effect.
+        pushes_at_end: whether the worker's changes since the last exchange are added to the centre at the end of
+            training, see `final_push`.
     """
 
     exchanges: Sequence[Exchange]
     settles_after: int | None = None
     follows_steps = False
-    leaves = False
+    pushes_at_end = False
 
     def begin(self, centre: Any) -> tuple[Any, Memory]:
-        """The weights and the memory of a worker that starts at the centre."""
+        """Returns the weights and the memory of a worker that starts at the centre."""
         raise NotImplementedError
 
     def settle(self, own: Any, memory: Memory) -> tuple[Any, Memory]:
-        """What an earlier exchange has left to do."""
+        """Completes an earlier exchange."""
         return own, memory
 
     def stepped(self, own: Any, memory: Memory) -> tuple[Any, Memory]:
-        """What becomes of the weights that a step has made."""
+        """Returns what becomes of the weights after a step."""
         return own, memory
 
-    def left(self, own: Any, memory: Memory) -> tuple[Memory, Any]:
-        """The memory and what is added to the centre when training ends, of a rule that `leaves`."""
+    def final_push(self, own: Any, memory: Memory) -> tuple[Memory, Any]:
+        """Returns the memory and what is added to the centre at the end of training, for rules that do so."""
         raise NotImplementedError
 
     def exchanged(self, t: int, own: Any, memory: Memory, centre: Any) -> tuple[Any, Memory, Any]:
-        """The weights, the memory and the centre after the exchanges that are due before step `t`."""
+        """Returns the weights, the memory and the centre after the exchanges that are due before step `t`."""
         for exchange in self.exchanges:
             if t % exchange.every == 0:
                 own, memory, change = exchange.make(own, memory, centre)
@@ -94,24 +97,24 @@ class Rule:
         return own, memory, centre
 
     def until_next(self, t: Any) -> list[Any]:
-        """The number of steps from step `t` to each of the next moments when there is something to do, at least 1."""
-        moments = [(exchange.every, 0) for exchange in self.exchanges]
+        """Returns the number of steps from step `t` to each of the next exchanges and `settle`s; each is at least 1."""
+        due = [(exchange.every, 0) for exchange in self.exchanges]
         if self.settles_after is not None:
-            moments += [(exchange.every, self.settles_after % exchange.every) for exchange in self.exchanges]
-        return [every - (t - offset) % every for every, offset in dict.fromkeys(moments)]
+            due += [(exchange.every, self.settles_after % exchange.every) for exchange in self.exchanges]
+        return [every - (t - offset) % every for every, offset in dict.fromkeys(due)]
 
 
 class Downpour(Rule):
-    """A worker runs steps on a copy, adds to the centre what they have changed, and fetches the centre again.
+    """A worker adds the changes of its steps to the centre, and from time to time fetches the centre again.
 
-    A fetch keeps what the worker has not pushed yet, so that a worker alone does the steps of one device.
+    A fetch keeps the changes that have not been pushed yet, so that a single worker computes the steps of one device.
 
     Args:
-        push_every: steps from one push to the next.
-        fetch_every: steps from one fetch to the next.
+        push_every: the number of steps between pushes.
+        fetch_every: the number of steps between fetches.
     """
 
-    leaves = True
+    pushes_at_end = True
 
     def __init__(self, push_every: int, fetch_every: int):
         self.exchanges = (
@@ -122,9 +125,9 @@ class Downpour(Rule):
     def begin(self, centre: Any) -> tuple[Any, Memory]:
         return centre, (centre,)
 
-    def left(self, own: Any, memory: Memory) -> tuple[Memory, Any]:
-        _, kept, change = self._push(own, memory, None)
-        return kept, change
+    def final_push(self, own: Any, memory: Memory) -> tuple[Memory, Any]:
+        _, memory, change = self._push(own, memory, None)
+        return memory, change
 
     @staticmethod
     def _push(own: Any, memory: Memory, centre: Any) -> tuple[Any, Memory, Any]:
@@ -141,74 +144,69 @@ class Downpour(Rule):
 class Easgd(Rule):
     """A worker and the centre move towards each other: d = a (x - c); c += d; x <- x - rate g(x) - d.
 
-    The gradient is taken before the worker is pulled, so that the worker gives up `d` one step after the exchange.
+    The gradient is taken before d is subtracted, so `d` is subtracted one step after the exchange.
 
     Args:
-        every: tau, steps from one exchange to the next.
-        moving_rate: a, the part of their distance by which each moves.
+        every: tau, the number of steps between exchanges.
+        moving_rate: a, the fraction of their distance by which both move.
     """
 
     settles_after: int | None = 1
 
     def __init__(self, every: int, moving_rate: float):
-        self.exchanges = (Exchange(every, self._meet),)
+        self.exchanges = (Exchange(every, self._exchange),)
         self._moving_rate = moving_rate
 
     def begin(self, centre: Any) -> tuple[Any, Memory]:
         return centre, (centre - centre,)
 
     def settle(self, own: Any, memory: Memory) -> tuple[Any, Memory]:
-        (owed,) = memory
-        return own - owed, (owed - owed,)
+        (force,) = memory
+        return own - force, (force - force,)
 
-    def _meet(self, own: Any, memory: Memory, centre: Any) -> tuple[Any, Memory, Any]:
+    def _exchange(self, own: Any, memory: Memory, centre: Any) -> tuple[Any, Memory, Any]:
         del memory
-        moved = self._moving_rate * (own - centre)
-        return own, (moved,), moved
+        force = elastic_force(own, centre, self._moving_rate)
+        return own, (force,), force
 
 
 class Eamsgd(Rule):
-    """As `Easgd`, with a momentum: v <- m v - rate g(x + m v); x <- x + v - d.
+    """As `Easgd`, with momentum: v <- m v - rate g(x + m v); x <- x + v - d.
 
-    The weights with which a worker computes are x + m v, where the gradient is taken; x, v and d are its memory.
+    A worker computes with the weights x + m v, where the gradient is taken; its memory is x, v and d.
 
     Args:
-        every: tau, steps from one exchange to the next.
-        moving_rate: a, the part of their distance by which each moves.
-        momentum: m, of the steps.
+        every: tau, the number of steps between exchanges.
+        moving_rate: a, the fraction of their distance by which both move.
+        momentum: m.
     """
 
     follows_steps = True
 
     def __init__(self, every: int, moving_rate: float, momentum: float):
-        self.exchanges = (Exchange(every, self._meet),)
+        self.exchanges = (Exchange(every, self._exchange),)
         self._moving_rate, self._momentum = moving_rate, momentum
 
     def begin(self, centre: Any) -> tuple[Any, Memory]:
-        nothing = centre - centre
-        return centre, (centre, nothing, nothing)
+        zeros = centre - centre
+        return centre, (centre, zeros, zeros)
 
     def stepped(self, own: Any, memory: Memory) -> tuple[Any, Memory]:
-        at, velocity, owed = memory
-        velocity = self._momentum * velocity + (own - (at + self._momentum * velocity))
-        at = at + velocity - owed
-        return at + self._momentum * velocity, (at, velocity, owed - owed)
+        x, velocity, force = memory
+        velocity = self._momentum * velocity + (own - (x + self._momentum * velocity))
+        x = x + velocity - force
+        return x + self._momentum * velocity, (x, velocity, force - force)
 
-    def _meet(self, own: Any, memory: Memory, centre: Any) -> tuple[Any, Memory, Any]:
-        at, velocity, _ = memory
-        moved = self._moving_rate * (at - centre)
-        return own, (at, velocity, moved), moved
+    def _exchange(self, own: Any, memory: Memory, centre: Any) -> tuple[Any, Memory, Any]:
+        x, velocity, _ = memory
+        force = elastic_force(x, centre, self._moving_rate)
+        return own, (x, velocity, force), force
 
 
-def walked(rule: Rule, step: Callable[[Any], Any], steps: int, centre: Any = 0.0) -> tuple[list[Any], list[Any]]:
-    """The weights of one worker after each step, and the centre then, where nobody else changes it.
-
-    Args:
-        rule: of the worker.
-        step: makes new weights of the worker's.
-        steps: their number.
-        centre: at first.
-    """
+def run_one_worker(
+    rule: Rule, step: Callable[[Any], Any], steps: int, centre: Any = 0.0
+) -> tuple[list[Any], list[Any]]:
+    """Runs a single worker, whose new weights `step` computes; returns its weights and the centre after each step."""
     (own, memory), owns, centres = rule.begin(centre), [], []
     for t in range(steps):
         own, memory, centre = rule.exchanged(t, *rule.settle(own, memory), centre)

@@ -1,13 +1,13 @@
-"""Decentralised training as state machines: what a process sends around its steps, and makes of what it receives.
+"""Decentralized training as state machines: what a process sends around its steps, and how it uses what it receives.
 
-    begin(weights)              before a step: messages to send
-    stepped(weights)            after it: messages to send
-    receive(from_, message)     a message has come
-    finish(weights)             the new weights, and messages to send
+    begin(weights)              before a step; returns messages to send
+    stepped(weights)            after a step; returns messages to send
+    receive(from_, message)     a message has arrived
+    finish(weights)             returns the new weights, and messages to send
 
-`expected` are the processes whose messages the next `finish` needs; none, where processes do not wait for each other.
-`owes` says that an answer is on its way to this process. Weights and messages are arrays, float32 or float64 `[n]`; a
-message may have one number more than there are weights. Nothing here knows how messages travel, or when steps run.
+In synchronous algorithms the next `finish` needs messages of the processes in `expected`. `awaits_reply` is set while a
+reply to this process is on its way. Weights and messages are arrays, float32 or float64 `[n]`; a message may have one
+number more than there are weights. A machine knows neither how messages are sent nor when steps run.
 
     DPsgd      synchronous, over a mixing matrix          Lian et al., arXiv 1705.09056, algorithm 1
     PushSum    synchronous, directed                      Assran et al., arXiv 1811.10792, algorithm 1
@@ -16,11 +16,11 @@ message may have one number more than there are weights. Nothing here knows how 
 
 Synopsis:
 
-    >>> two = [DPsgd(rank, np.full((2, 2), 0.5)) for rank in range(2)]
-    >>> at = [np.array([0.0]), np.array([4.0])]
-    >>> [[(to, _)], [(_, back)]] = [machine.begin(one) for machine, one in zip(two, at)]
-    >>> two[0].receive(1, back)
-    >>> two[0].finish(at[0] + 1)[0]  # whose own step has added 1
+    >>> machines = [DPsgd(rank, np.full((2, 2), 0.5)) for rank in range(2)]
+    >>> weights = [np.array([0.0]), np.array([4.0])]
+    >>> [[(to, _)], [(_, message)]] = [machine.begin(x) for machine, x in zip(machines, weights)]
+    >>> machines[0].receive(1, message)
+    >>> machines[0].finish(weights[0] + 1)[0]  # the step of process 0 has added 1
     array([3.])
 """
 
@@ -33,22 +33,22 @@ import numpy as np
 
 from tfdist.relaxed import topologies
 
-# To whom, and what.
-Sends = list[tuple[int, np.ndarray]]
-# The options of each algorithm, and what they are if not said.
+# The receiver and the content of each message.
+Messages = list[tuple[int, np.ndarray]]
+# The options of each algorithm, and their defaults.
 OPTIONS = {"dpsgd": ("topology",), "sgp": (), "gosgd": ("probability",), "adpsgd": ("topology",)}
 TOPOLOGY, PROBABILITY = "ring", 0.01
 
 
 class Machine:
-    """One process of a decentralised training.
+    """One process of decentralized training.
 
     Args:
-        rank: of this process.
+        rank: the rank of this process.
         size: the number of processes.
 
     Attributes:
-        waits: `finish` needs messages of others; otherwise it takes what has come.
+        waits: `finish` needs messages of other processes; otherwise it uses those that have arrived.
     """
 
     waits: ClassVar[bool] = False
@@ -63,48 +63,44 @@ class Machine:
         return ()
 
     @property
-    def owes(self) -> bool:
-        """Whether another process owes this one an answer."""
+    def awaits_reply(self) -> bool:
+        """Whether another process still has to reply to this one."""
         return False
 
     @property
     def mass(self) -> float:
-        """The weight with which this process counts in the mean over all."""
+        """The weight of this process in the mean over all processes."""
         return 1.0
 
-    def goes_on_from(self, step: int) -> None:
-        """The next step is number `step` of the training."""
+    def resume_at(self, step: int) -> None:
+        """Sets the number of the next step of the training."""
         del step
 
-    def begin(self, weights: np.ndarray) -> Sends:
-        """A step begins."""
+    def begin(self, weights: np.ndarray) -> Messages:
         del weights
         return []
 
-    def stepped(self, weights: np.ndarray) -> Sends:
-        """A step has ended."""
+    def stepped(self, weights: np.ndarray) -> Messages:
         del weights
         return []
 
     def receive(self, from_: int, message: np.ndarray) -> None:
-        """A message has come from process `from_`."""
         self._arrived.append((from_, message))
 
-    def finish(self, weights: np.ndarray) -> tuple[np.ndarray, Sends]:
-        """Makes the new weights of those of this process and of what has come."""
+    def finish(self, weights: np.ndarray) -> tuple[np.ndarray, Messages]:
+        """Combines this process's weights with the received ones; returns the new weights, and messages to send."""
         raise NotImplementedError
 
-    def _taken(self) -> list[tuple[int, np.ndarray]]:
-        taken, self._arrived = sorted(self._arrived, key=lambda one: one[0]), []
-        return taken
+    def _take_arrived(self) -> list[tuple[int, np.ndarray]]:
+        """Removes and returns the messages that have arrived, by sender."""
+        arrived, self._arrived = sorted(self._arrived, key=lambda message: message[0]), []
+        return arrived
 
 
 class DPsgd(Machine):
-    """x_i <- sum over j of W_ij x_j, and the step of process i, whose gradient is taken at x_i of before.
+    """x_i <- sum over j of W_ij x_j, plus the step of process i, whose gradient is taken at the old x_i.
 
-    Args:
-        rank: of this process.
-        mixing: the matrix W, see `tfdist.relaxed.topologies`.
+    W is the matrix `mixing`, see `tfdist.relaxed.topologies`.
     """
 
     waits = True
@@ -112,34 +108,34 @@ class DPsgd(Machine):
     def __init__(self, rank: int, mixing: np.ndarray):
         super().__init__(rank, len(mixing))
         self._mixing = mixing
-        self._before: np.ndarray | None = None
+        self._before: np.ndarray | None = None  # the weights before the step
 
     @property
     def expected(self) -> Sequence[int]:
         return [other for other in range(self.size) if other != self.rank and self._mixing[self.rank, other] > 0]
 
-    def begin(self, weights: np.ndarray) -> Sends:
+    def begin(self, weights: np.ndarray) -> Messages:
         self._before = weights
-        hear = [other for other in range(self.size) if other != self.rank and self._mixing[other, self.rank] > 0]
-        return [(other, weights) for other in hear]
+        receivers = [other for other in range(self.size) if other != self.rank and self._mixing[other, self.rank] > 0]
+        return [(other, weights) for other in receivers]
 
-    def finish(self, weights: np.ndarray) -> tuple[np.ndarray, Sends]:
+    def finish(self, weights: np.ndarray) -> tuple[np.ndarray, Messages]:
         assert self._before is not None
-        of = self._mixing[self.rank].tolist()  # Python's numbers, which leave the dtype of arrays as it is
-        mixed = sum((of[other] * theirs for other, theirs in self._taken()), of[self.rank] * self._before)
+        row = self._mixing[self.rank].tolist()  # Python floats, which leave the dtype of arrays as it is
+        mixed = sum((row[other] * message for other, message in self._take_arrived()), row[self.rank] * self._before)
         return weights + (mixed - self._before), []
 
 
 class PushSum(Machine):
-    """Each process pushes half of what it has to another one, and divides what it gets by the weights that come too."""
+    """Pushes half of the weights and half of the mass to another process; what a process has is divided by its mass."""
 
     waits = True
 
     def __init__(self, rank: int, size: int):
         super().__init__(rank, size)
         self._mass, self._step = 1.0, 0
-        self._before: np.ndarray | None = None
-        self._kept: np.ndarray | None = None
+        self._before: np.ndarray | None = None  # the weights before the step
+        self._kept: np.ndarray | None = None  # the half that stays here
 
     @property
     def mass(self) -> float:
@@ -151,17 +147,17 @@ class PushSum(Machine):
             other for other in range(self.size) if other != self.rank and self._to(other, self._step - 1) == self.rank
         ]
 
-    def goes_on_from(self, step: int) -> None:
+    def resume_at(self, step: int) -> None:
         self._step = step
 
     def _to(self, rank: int, step: int) -> int:
         return topologies.sends_to(step, rank, self.size)
 
-    def begin(self, weights: np.ndarray) -> Sends:
+    def begin(self, weights: np.ndarray) -> Messages:
         self._before = weights
         return []
 
-    def stepped(self, weights: np.ndarray) -> Sends:
+    def stepped(self, weights: np.ndarray) -> Messages:
         assert self._before is not None
         moved = self._mass * self._before + (weights - self._before)
         to, self._step = self._to(self.rank, self._step), self._step + 1
@@ -169,24 +165,20 @@ class PushSum(Machine):
             self._kept = moved
             return []
         self._kept, self._mass = moved / 2, self._mass / 2
-        return [(to, np.append(self._kept, np.asarray(self._mass, weights.dtype)))]
+        return [(to, _with_mass(self._kept, self._mass, weights.dtype))]
 
-    def finish(self, weights: np.ndarray) -> tuple[np.ndarray, Sends]:
+    def finish(self, weights: np.ndarray) -> tuple[np.ndarray, Messages]:
         assert self._kept is not None
         total = self._kept
-        for _, message in self._taken():
+        for _, message in self._take_arrived():
             total, self._mass = total + message[:-1], self._mass + float(message[-1])
         return np.asarray(total / self._mass, weights.dtype), []
 
 
 class GoSgd(Machine):
-    """With some probability a process sends its weights, and half of its mass, to a random one; masses weigh a mean.
+    """After a step, with some probability, a process sends its weights and half of its mass to a random process.
 
-    Args:
-        rank: of this process.
-        size: the number of processes.
-        probability: of a message after a step.
-        seed: of all processes.
+    The receiver averages the weights, weighted by mass. The `seed` is the same in all processes.
     """
 
     def __init__(self, rank: int, size: int, probability: float, seed: int):
@@ -199,77 +191,73 @@ class GoSgd(Machine):
     def mass(self) -> float:
         return self._mass
 
-    def stepped(self, weights: np.ndarray) -> Sends:
+    def stepped(self, weights: np.ndarray) -> Messages:
         if self.size == 1 or self._random.random() >= self._probability:
             return []
         to = (self.rank + 1 + int(self._random.integers(self.size - 1))) % self.size
         self._mass /= 2
-        return [(to, np.append(weights, np.asarray(self._mass, weights.dtype)))]
+        return [(to, _with_mass(weights, self._mass, weights.dtype))]
 
-    def finish(self, weights: np.ndarray) -> tuple[np.ndarray, Sends]:
-        for _, message in self._taken():
-            theirs = float(message[-1])
-            weights = (self._mass * weights + theirs * message[:-1]) / (self._mass + theirs)
-            self._mass += theirs
+    def finish(self, weights: np.ndarray) -> tuple[np.ndarray, Messages]:
+        for _, message in self._take_arrived():
+            mass = float(message[-1])
+            weights = (self._mass * weights + mass * message[:-1]) / (self._mass + mass)
+            self._mass += mass
         return weights, []
 
 
 class AdPsgd(Machine):
     """An active process and a passive neighbour both take the mean of their weights, while steps go on.
 
-    Even ranks are active: they send their weights before a step, if no answer is on its way, and add half of the
-    difference when the answer comes, however many steps later. Passive ones answer between their steps. So no two wait
-    for each other, gradients are taken at weights that may be old, and the sum of all weights stays.
+    Even ranks are active: before a step they send their weights, unless a reply is on its way, and add half of the
+    difference when the reply arrives, any number of steps later. Odd ranks are passive and reply between their steps.
+    No process waits for another, gradients may be taken at stale weights, and the sum of all weights is conserved.
 
-    Args:
-        rank: of this process.
-        mixing: whose neighbours a process chooses among, each with the same chance.
-        seed: of all processes.
+    A process chooses among its neighbours in the matrix `mixing` with equal probability. The `seed` is the same in all
+    processes.
     """
 
     def __init__(self, rank: int, mixing: np.ndarray, seed: int):
         super().__init__(rank, len(mixing))
         self._random = np.random.default_rng([seed, rank])
         self._passive = [other for other in range(1, self.size, 2) if mixing[rank, other] > 0]
-        self._asked: np.ndarray | None = None  # what was sent with the question whose answer has not come
+        self._sent: np.ndarray | None = None  # weights to which the reply has not arrived
 
     @property
     def is_active(self) -> bool:
-        """Whether this process asks, and does not answer."""
+        """Whether this process sends weights by itself; otherwise it replies."""
         return self.rank % 2 == 0
 
     @property
-    def owes(self) -> bool:
-        return self._asked is not None
+    def awaits_reply(self) -> bool:
+        return self._sent is not None
 
-    def begin(self, weights: np.ndarray) -> Sends:
-        if not self.is_active or self._asked is not None or not self._passive:
+    def begin(self, weights: np.ndarray) -> Messages:
+        if not self.is_active or self._sent is not None or not self._passive:
             return []
-        self._asked = weights
+        self._sent = weights
         return [(self._passive[int(self._random.integers(len(self._passive)))], weights)]
 
-    def finish(self, weights: np.ndarray) -> tuple[np.ndarray, Sends]:
-        sends: Sends = []
-        for other, message in self._taken():
+    def finish(self, weights: np.ndarray) -> tuple[np.ndarray, Messages]:
+        replies: Messages = []
+        for other, message in self._take_arrived():
             if self.is_active:
-                assert self._asked is not None
-                weights, self._asked = weights + (message - self._asked) / 2, None
+                sent, self._sent = self._sent, None
+                assert sent is not None
             else:
-                sends.append((other, weights))
-                weights = weights + (message - weights) / 2
-        return weights, sends
+                sent = weights
+                replies.append((other, sent))
+            weights = weights + (message - sent) / 2
+        return weights, replies
+
+
+def _with_mass(weights: np.ndarray, mass: float, dtype: np.dtype) -> np.ndarray:
+    """A message with the weights of a process and its mass."""
+    return np.append(weights, np.asarray(mass, dtype))
 
 
 def machine(algorithm: str, rank: int, mixing: np.ndarray, probability: float, seed: int) -> Machine:
-    """The machine of an algorithm of `OPTIONS`.
-
-    Args:
-        algorithm: its name.
-        rank: of the process.
-        mixing: the matrix of the processes, for those that have one; its size is their number.
-        probability: of `gosgd`.
-        seed: of all processes.
-    """
+    """Makes the machine of an algorithm in `OPTIONS`; the size of `mixing` is the number of processes."""
     if algorithm == "dpsgd":
         return DPsgd(rank, mixing)
     if algorithm == "sgp":

@@ -1,10 +1,10 @@
-"""The weights that the processes of local SGD had in common last, and what a rule makes of them when they meet.
+"""The weights that the processes of local SGD have in common, and how they change at a synchronization.
 
-    begin         the processes part from what they have in common
-    update        they have met: the new weights, from the mean of theirs
-    settle        the model gets what is shown of it, to evaluations, checkpoints and users
+    begin                   copies the common weights, before the processes take steps of their own
+    update                  computes the new weights from the mean over the processes
+    show_common_weights     assigns the common weights to the model, for evaluations, checkpoints and users
 
-The rules themselves are in `tfdist.relaxed.outer_rules`. Variables that are remembered have the names of the weights.
+The rules themselves are in `tfdist.relaxed.outer_rules`.
 """
 
 from __future__ import annotations
@@ -18,106 +18,108 @@ import tensorflow as tf
 
 from tfdist.internals import tensorflow as tensorflow_internals
 from tfdist.relaxed import outer_rules
-from tfdist.relaxed.flat_weights import packed, unpacked
+from tfdist.relaxed.flat_weights import PackedVariables, unpacked
 
 
-class Outer:
-    """Keeps the weights that were common last, float32, beside those of the model.
+class OuterOptimizer:
+    """Keeps the weights that the processes last had in common, in float32.
 
     Args:
-        weights: the trainable variables of the model, of Keras.
-        device: where its variables are.
+        weights: trainable Keras variables of the model.
+        device: where the new variables are made.
 
     Attributes:
-        starts: the common weights.
-        averages_slots: the state of the optimizer is averaged with the weights; otherwise each process keeps its own.
-        by_examples: the mean is weighed by the examples that each process has seen; otherwise each counts the same.
+        common: the common weights.
+        averages_slots: the slots of the optimizer are averaged with the weights; otherwise each process keeps its own.
+        weighted_by_examples: the mean is weighted by the examples that each process has seen; otherwise the processes
+            have equal weights.
     """
 
     averages_slots: ClassVar[bool] = True
-    by_examples: ClassVar[bool] = True
+    weighted_by_examples: ClassVar[bool] = True
 
     def __init__(self, weights: Sequence[Any], device: str):
         self.weights = list(weights)
         self._device = device
-        self.starts = self.alike("start")
-        self._pack_in_graph = tf.function(lambda: packed(self.weights), autograph=False)
-        self._update_in_graph = tf.function(self._update_by_flat, autograph=False)
+        self.common = self.new_variables("start")
+        self._packed = PackedVariables(self.weights)
+        self._update_in_graph = tf.function(self._update_from_flat, autograph=False)
 
-    def alike(self, name: str) -> list[Any]:
-        """A Keras variable of zeros, float32, for each weight."""
+    def new_variables(self, prefix: str) -> list[Any]:
+        """Makes a Keras variable of zeros, float32, for each weight; checkpoints identify them by the `prefix`."""
         with tf.init_scope(), tensorflow_internals.without_strategy(), tf.device(self._device):
             return [
-                keras.Variable(np.zeros(weight.shape, np.float32), dtype="float32", name=f"{name}_{_plain(weight)}")
+                keras.Variable(
+                    np.zeros(weight.shape, np.float32),
+                    dtype="float32",
+                    name=f"{prefix}_{weight.path.replace('/', '_')}",  # a name must not have a slash
+                )
                 for weight in self.weights
             ]
 
     @property
     def shared(self) -> list[Any]:
-        """What a checkpoint must have of it, the same in all processes; the common weights are the model's then."""
+        """Variables for checkpoints that are the same in all processes; the model has the common weights itself."""
         return []
 
     @property
-    def own(self) -> list[Any]:
-        """What a checkpoint must have of it for each process."""
+    def per_process(self) -> list[Any]:
+        """Variables for checkpoints of which each process has its own values."""
         return []
 
     def begin(self) -> None:
-        for start, weight in zip(self.starts, self.weights, strict=True):
-            start.assign(weight)
+        for common, weight in zip(self.common, self.weights, strict=True):
+            common.assign(weight)
 
-    def settle(self) -> None:
-        """The weights of the model are common ones after an update."""
+    def show_common_weights(self) -> None:
+        """Assigns the common weights to the model; does nothing where `update` has done so."""
 
     def packed_weights(self) -> np.ndarray:
-        """The weights of this process, one after the other: float32 `[n]`."""
-        found: np.ndarray = self._pack_in_graph().numpy()
-        return found
+        """The weights of this process, concatenated: float32 `[n]`."""
+        return self._packed.read()
 
     def update(self, mean: np.ndarray, learning_rate: float) -> None:
-        """The processes have met.
+        """Computes the new weights.
 
         Args:
-            mean: of the weights, float32 `[n]`, one weight after the other.
-            learning_rate: of the last steps.
+            mean: the mean of the packed weights over the processes, float32 `[n]`.
+            learning_rate: the learning rate of the last steps.
         """
         self._update_in_graph(tf.constant(mean), tf.constant(learning_rate, tf.float32))
 
-    def _update_by_flat(self, mean: tf.Tensor, learning_rate: tf.Tensor) -> None:
+    def _update_from_flat(self, mean: tf.Tensor, learning_rate: tf.Tensor) -> None:
         self._update(unpacked(mean, self.weights), learning_rate)
 
     def _update(self, means: Sequence[tf.Tensor], learning_rate: tf.Tensor) -> None:
         raise NotImplementedError
 
 
-class ByRule(Outer):
-    """What a function makes of each weight, see `tfdist.relaxed.outer_rules`."""
+class RuleOuterOptimizer(OuterOptimizer):
+    """Updates each weight by a function, see `tfdist.relaxed.outer_rules`."""
 
     def __init__(self, weights: Sequence[Any], device: str, rule: outer_rules.Rule):
         super().__init__(weights, device)
         self._rule = rule
-        self._memory = self.alike("memory")
+        self._memory = self.new_variables("memory")
 
     @property
     def shared(self) -> list[Any]:
         return self._memory
 
     def _update(self, means: Sequence[tf.Tensor], learning_rate: tf.Tensor) -> None:
-        for weight, start, memory, mean in zip(self.weights, self.starts, self._memory, means, strict=True):
-            new, remembered = self._rule(start.value, mean, memory.value, learning_rate)
+        for weight, common, memory, mean in zip(self.weights, self.common, self._memory, means, strict=True):
+            new, remembered = self._rule(common.value, mean, memory.value, learning_rate)
             weight.assign(new)
-            start.assign(new)
+            common.assign(new)
             memory.assign(remembered)
 
 
-class ByOptimizer(Outer):
-    """An optimizer of Keras' gets the move of the weights as if it were a gradient, and each process keeps its slots.
+class KerasOuterOptimizer(OuterOptimizer):
+    """Applies a Keras optimizer to the common weights, with their change as the gradient.
 
-    Args:
-        weights: the trainable variables of the model, of Keras.
-        device: where its variables are.
-        optimizer: not built.
-        mixing: what a process keeps of its own weights after an update.
+    The processes keep the slots of their own inner optimizers.
+
+    `optimizer` is not built; `mixing` is the fraction of its own weights that a process keeps at an update.
 
     Source: Douillard et al., DiLoCo: distributed low-communication training of language models, arXiv 2311.08105.
     """
@@ -128,7 +130,7 @@ class ByOptimizer(Outer):
         super().__init__(weights, device)
         self._optimizer, self._mixing = optimizer, mixing
         with tf.init_scope(), tensorflow_internals.without_strategy(), tf.device(device):
-            optimizer.build(self.starts)
+            optimizer.build(self.common)
 
     @property
     def shared(self) -> list[Any]:
@@ -136,32 +138,32 @@ class ByOptimizer(Outer):
 
     def _update(self, means: Sequence[tf.Tensor], learning_rate: tf.Tensor) -> None:
         del learning_rate
-        moves = [start.value - mean for start, mean in zip(self.starts, means, strict=True)]
-        self._optimizer.apply(moves, self.starts)
-        for weight, start in zip(self.weights, self.starts, strict=True):
-            weight.assign(self._mixing * weight + (1 - self._mixing) * start if self._mixing else start)
+        changes = [common.value - mean for common, mean in zip(self.common, means, strict=True)]
+        self._optimizer.apply(changes, self.common)
+        for weight, common in zip(self.weights, self.common, strict=True):
+            weight.assign(self._mixing * weight + (1 - self._mixing) * common if self._mixing else common)
 
-    def settle(self) -> None:
+    def show_common_weights(self) -> None:
         if self._mixing:
-            for weight, start in zip(self.weights, self.starts, strict=True):
-                weight.assign(start)
+            for weight, common in zip(self.weights, self.common, strict=True):
+                weight.assign(common)
 
 
-class Shown(Outer):
-    """The common weights are the mean, which the model shows, and each process keeps its own.
+class SharedMean(OuterOptimizer):
+    """The common weights are the mean, which the model shows; each process continues with its own weights.
 
-    How far a process is from what is shown is remembered, and it goes on from there.
+    The offset of the process's weights from the common weights is kept while the model shows the latter.
     """
 
     averages_slots = False
-    by_examples = False
+    weighted_by_examples = False
 
     def __init__(self, weights: Sequence[Any], device: str):
         super().__init__(weights, device)
-        self._offsets = self.alike("offset")
+        self._offsets = self.new_variables("offset")
 
     @property
-    def own(self) -> list[Any]:
+    def per_process(self) -> list[Any]:
         return self._offsets
 
     def begin(self) -> None:
@@ -169,19 +171,19 @@ class Shown(Outer):
         for weight, offset in zip(self.weights, self._offsets, strict=True):
             weight.assign(weight + offset)
 
-    def settle(self) -> None:
-        for weight, start, offset in zip(self.weights, self.starts, self._offsets, strict=True):
-            offset.assign(weight - start)
-            weight.assign(start)
+    def show_common_weights(self) -> None:
+        for weight, common, offset in zip(self.weights, self.common, self._offsets, strict=True):
+            offset.assign(weight - common)
+            weight.assign(common)
 
     def _update(self, means: Sequence[tf.Tensor], learning_rate: tf.Tensor) -> None:
         del learning_rate
-        for start, mean in zip(self.starts, means, strict=True):
-            start.assign(mean)
+        for common, mean in zip(self.common, means, strict=True):
+            common.assign(mean)
 
 
-class Elastic(Shown):
-    """The common weights are a centre, which the processes are drawn to, and which is drawn to them."""
+class ElasticAveraging(SharedMean):
+    """The common weights are a centre; the processes and the centre move towards each other."""
 
     def __init__(self, weights: Sequence[Any], device: str, moving_rate: float, size: int):
         super().__init__(weights, device)
@@ -189,12 +191,7 @@ class Elastic(Shown):
 
     def _update(self, means: Sequence[tf.Tensor], learning_rate: tf.Tensor) -> None:
         del learning_rate
-        for weight, start, mean in zip(self.weights, self.starts, means, strict=True):
-            own, centre = outer_rules.elastic(weight.value, start.value, mean, self._moving_rate, self._size)
-            weight.assign(own)
-            start.assign(centre)
-
-
-def _plain(weight: Any) -> str:
-    """The path of a variable, as a name, which must not have a slash."""
-    return str(weight.path).replace("/", "_")
+        for weight, common, mean in zip(self.weights, self.common, means, strict=True):
+            local, centre = outer_rules.elastic(weight.value, common.value, mean, self._moving_rate, self._size)
+            weight.assign(local)
+            common.assign(centre)

@@ -1,12 +1,12 @@
-"""The outer rules of local SGD: what becomes of the weights when processes meet that have trained apart.
+"""The outer rules of local SGD: how the weights change when processes that trained independently synchronize.
 
-    start           the weights that all processes had when they met last
+    start           the weights that all processes had after the last synchronization
     mean            the mean of the weights that they have now
-    memory          what the rule remembers from one meeting to the next, zeros before the first
+    memory          what the rule keeps from one synchronization to the next; zeros before the first one
 
-A rule is a function of these and of the learning rate of the steps, `rule(start, mean, memory, learning_rate)`, that
-returns the new weights, which all processes then have, and the new memory. It is called for each variable by itself,
-and is made of operations that NumPy's arrays and TensorFlow's tensors both have.
+A rule is a function `rule(start, mean, memory, learning_rate)` that returns the new weights of all processes and the
+new memory; `learning_rate` is that of the steps. It is called for one variable at a time, and is made of operations
+that NumPy arrays and TensorFlow tensors have in common.
 
 Synopsis:
 
@@ -22,11 +22,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-# The steps from one meeting to the next, and the options, of each rule; those of a user's own rule are of `average`.
+# The default number of steps between synchronizations; that of a user's rule is the default of `average`.
 SYNC_EVERY = {"average": 16, "slowmo": 48, "diloco": 500, "easgd": 10}
-# Of elastic averaging, beta of Zhang et al., which they divide by the number of processes.
+# For elastic averaging: beta in Zhang et al., who divide it by the number of processes.
 MOVING_RATE_OF_ALL = 0.9
-# See the head of this module.
 Rule = Callable[[Any, Any, Any, Any], tuple[Any, Any]]
 
 
@@ -38,13 +37,13 @@ def average(start: Any, mean: Any, memory: Any, learning_rate: Any) -> tuple[Any
 
 @dataclass(frozen=True)
 class SlowMo:
-    """A momentum over the moves from one meeting to the next.
+    """Momentum over the changes from one synchronization to the next.
 
     Source: Wang, Tantia, Ballas and Rabbat, SlowMo: improving communication-efficient distributed SGD with slow
     momentum, arXiv 1910.00643, algorithm 1.
 
     Attributes:
-        momentum: the part of the memory that is kept.
+        momentum: the fraction of the memory that is kept.
         rate: the factor of the step along the memory.
     """
 
@@ -58,13 +57,13 @@ class SlowMo:
 
 @dataclass(frozen=True)
 class Nesterov:
-    """A step of SGD with Nesterov's momentum, as Keras has it, along the move of the weights: the default of DiLoCo.
+    """A step of Keras' SGD with Nesterov momentum along the change of the weights: the default of DiLoCo.
 
     Source: Douillard et al., DiLoCo: distributed low-communication training of language models, arXiv 2311.08105.
 
     Attributes:
-        rate: of the step.
-        momentum: the part of the memory that is kept.
+        rate: the learning rate of the step.
+        momentum: the fraction of the memory that is kept.
     """
 
     rate: float = 0.7
@@ -77,16 +76,23 @@ class Nesterov:
         return start + self.momentum * memory - step, memory
 
 
-def elastic(own: Any, centre: Any, mean: Any, moving_rate: float, size: int) -> tuple[Any, Any]:
-    """The new weights of one of `size` processes, and the new centre: they move towards each other.
+def elastic_force(weights: Any, centre: Any, moving_rate: float) -> Any:
+    """The step that elastic averaging subtracts from the weights of a process and adds to the centre.
 
-    Source: Zhang, Choromanska and LeCun, Deep learning with elastic averaging SGD, arXiv 1412.6651, synchronous EASGD.
+    Source: Zhang, Choromanska and LeCun, Deep learning with elastic averaging SGD, arXiv 1412.6651.
+    """
+    return moving_rate * (weights - centre)
+
+
+def elastic(weights: Any, centre: Any, mean: Any, moving_rate: float, size: int) -> tuple[Any, Any]:
+    """The new weights of a process and the new centre in synchronous elastic averaging.
 
     Args:
-        own: the weights of this process.
-        centre: the weights to which all processes are drawn.
-        mean: of the weights of all processes, each of which counts the same.
-        moving_rate: the part of its distance that a process moves towards the centre.
-        size: the number of processes, for each of which the centre moves as far towards it.
+        weights: the weights of this process.
+        centre: the weights that the processes move towards.
+        mean: the mean of the weights of all processes, with equal weights.
+        moving_rate: the fraction of the distance by which a process moves towards the centre.
+        size: the number of processes; the centre moves towards each of them by the same fraction.
     """
-    return own - moving_rate * (own - centre), centre + moving_rate * size * (mean - centre)
+    force = elastic_force(weights, centre, moving_rate)
+    return weights - force, centre + elastic_force(mean, centre, moving_rate * size)

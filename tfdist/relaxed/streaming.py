@@ -1,10 +1,11 @@
-"""Local SGD whose weights meet a fragment at a time, and travel while steps go on.
+"""Local SGD that synchronizes one fragment of the weights at a time, while steps go on.
 
-    at step s          fragment p is sent, where s - (p + 1) H / P is a multiple of H
-    at step s + tau    its outer optimizer has the mean of what was sent at s, and the weights become
-                       mixing * (those of this process) + (1 - mixing) * (the new common ones)
+    at step s          fragment p of P is sent, where s - (p + 1) H / P is a multiple of H = `sync_every`
+    at step s + tau    the outer optimizer updates the common weights with the mean of what was sent at step s, and the
+                       weights become mixing * (those of this process) + (1 - mixing) * (the new common weights)
 
-An epoch, and a checkpoint within it, ends what is on its way, and has all fragments meet.
+At the end of an epoch, and at a checkpoint within it, the fragments on their way are taken in, and then all fragments
+are synchronized.
 
 Source: Douillard et al., Streaming DiLoCo with overlapping communication, arXiv 2501.18512.
 """
@@ -19,42 +20,37 @@ from typing import Any
 
 import numpy as np
 
-from tfdist.relaxed.averages import Averages, learning_rate, pieces, squared
-from tfdist.relaxed.local_sgd import ApartProgram
-from tfdist.relaxed.outer import Outer
+from tfdist.relaxed.averages import Averages, learning_rate, mean_over_processes
+from tfdist.relaxed.flat_weights import pieces, squared_norm
+from tfdist.relaxed.outer import OuterOptimizer
 
 
 @dataclass
-class _Flight:
-    """What is on its way of a fragment.
+class _Transfer:
+    """A fragment on its way."""
 
-    Attributes:
-        due: the step of the epoch at which it is taken in.
-        local: the weights of this process that were sent, float32 `[n]`.
-        mean: of all processes.
-    """
-
-    due: int
-    local: np.ndarray
-    mean: concurrent.futures.Future[np.ndarray]
+    due: int  # the step of the epoch at which it is taken in
+    local: np.ndarray  # the weights that this process has sent, float32 `[n]`
+    mean: concurrent.futures.Future[np.ndarray]  # over all processes
 
 
 class Streaming(Averages):
-    """The meetings of fragments.
+    """Synchronizes fragments of the weights.
 
     Args:
         group: the processes of the job.
         model: compiled and built, with the slots of its optimizers.
-        fragments: what makes the new weights of each.
-        sync_every: steps from one meeting of a fragment to its next.
-        overlap: steps while it travels, fewer than that.
+        fragments: the outer optimizer of each fragment.
+        sync_every: the number of steps between two synchronizations of a fragment.
+        overlap: the number of steps while a fragment is on its way, fewer than `sync_every`.
     """
 
-    def __init__(self, group: Any, model: Any, fragments: Sequence[Outer], sync_every: int, overlap: int):
+    def __init__(self, group: Any, model: Any, fragments: Sequence[OuterOptimizer], sync_every: int, overlap: int):
         super().__init__(group, model, fragments)
         self._fragments, self._every, self._overlap = fragments, sync_every, overlap
-        self._examples_of = [0] * len(fragments)
-        self._flights: dict[int, _Flight] = {}
+        self._offsets = [(number + 1) * sync_every // len(fragments) for number in range(len(fragments))]
+        self._examples_of = [0] * len(fragments)  # since each fragment was last sent
+        self._transfers: dict[int, _Transfer] = {}
         self._thread = concurrent.futures.ThreadPoolExecutor(1, "fragments")
 
     def note(self, examples: int) -> None:
@@ -62,13 +58,12 @@ class Streaming(Averages):
         self._examples_of = [seen + examples for seen in self._examples_of]
 
     def steps_until_next(self, step: int) -> int:
-        """The number of steps from `step` of the epoch to where something is sent or taken in."""
         sends = [self._every - (step - offset) % self._every for offset in self._offsets]
-        return min([*sends, *(flight.due - step for flight in self._flights.values())])
+        return min([*sends, *(transfer.due - step for transfer in self._transfers.values())])
 
-    def at(self, step: int) -> None:
-        """Takes in, and sends, what is due after `step` steps of the epoch."""
-        for number in [one for one, flight in self._flights.items() if flight.due == step]:
+    def after_steps(self, step: int) -> None:
+        """Takes in, and sends, the fragments that are due after `step` steps of the epoch."""
+        for number in [number for number, transfer in self._transfers.items() if transfer.due == step]:
             self._take_in(number)
         for number, offset in enumerate(self._offsets):
             if (step - offset) % self._every == 0:
@@ -76,62 +71,40 @@ class Streaming(Averages):
                 if not self._overlap:
                     self._take_in(number)
 
-    def pause(self) -> None:
-        """Returns when nothing travels, so that other exchanges may follow; it is taken in at its step all the same."""
-        concurrent.futures.wait([flight.mean for flight in self._flights.values()])
+    def end_call(self) -> None:
+        """Waits until no fragment is on its way, so that the group can be used; they are taken in when due."""
+        concurrent.futures.wait([transfer.mean for transfer in self._transfers.values()])
 
     def take(self) -> None:
-        for number in list(self._flights):
+        for number in list(self._transfers):
             self._take_in(number)
         for number in range(len(self._fragments)):
             self._send(number, 0)
             self._take_in(number)
-        self._average_rest()
-
-    @property
-    def _offsets(self) -> list[int]:
-        return [(number + 1) * self._every // len(self._fragments) for number in range(len(self._fragments))]
+        self._average_parts()
 
     def _send(self, number: int, due: int) -> None:
         began = time.perf_counter()
-        self.pause()  # one thread at a time uses the process group
-        examples = self._meet(self._examples_of[number])
+        self.end_call()  # only one thread at a time may use the process group
+        examples = self._exchange_status(self._examples_of[number])
         self._examples_of[number] = 0
         if sum(examples):
-            share = np.float32(examples[self.group.rank] / sum(examples))
+            share = examples[self.group.rank] / sum(examples)
             local = self._fragments[number].packed_weights()
-            self._flights[number] = _Flight(due, local, self._thread.submit(self._mean_of, local, share))
+            self._transfers[number] = _Transfer(due, local, self._thread.submit(self._mean_of, local, share))
         self._seconds += time.perf_counter() - began
 
-    def _mean_of(self, local: np.ndarray, share: np.float32) -> np.ndarray:
-        mean = local * share
-        for piece in pieces(mean):
-            self.group.sum_in_place(piece)
-        return mean
+    def _mean_of(self, local: np.ndarray, share: float) -> np.ndarray:
+        return np.concatenate([mean_over_processes(self.group, piece, share) for piece in pieces(local)])
 
     def _take_in(self, number: int) -> None:
-        if number not in self._flights:  # nobody has seen an example since the fragment met last
+        if number not in self._transfers:  # no process has seen an example since the fragment was last sent
             return
         began = time.perf_counter()
-        self.pause()
-        flight = self._flights.pop(number)
-        mean = flight.mean.result()
-        self._note_distance(squared(flight.local - mean))
+        self.end_call()
+        transfer = self._transfers.pop(number)
+        mean = transfer.mean.result()
+        self._note_distance(squared_norm(transfer.local - mean))
         self._fragments[number].update(mean, learning_rate(self._model))
         self.taken += 1
         self._seconds += time.perf_counter() - began
-
-
-class StreamingProgram(ApartProgram):
-    """Runs steps apart, while fragments of the weights come and go."""
-
-    _averages: Streaming
-
-    def steps_until_next(self, step: int) -> int:
-        return self._averages.steps_until_next(step)
-
-    def after_steps(self, step: int) -> None:
-        self._averages.at(step)
-
-    def end_call(self) -> None:
-        self._averages.pause()

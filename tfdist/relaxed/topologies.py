@@ -1,15 +1,15 @@
-"""Which processes average with which, and by how much: the mixing matrices of decentralised training.
+"""Which processes average with which, and with what weights: the mixing matrices of decentralized training.
 
     ring             the two neighbours on a ring
-    grid             the four neighbours on a torus whose sides are as equal as can be
-    exponential      the processes 1, 2, 4, ... places behind and before
-    full             all
-    a matrix         `[n, n]`, row i with the weights that process i gives to the weights of each
+    grid             the four neighbours on a torus whose sides are as equal as possible
+    exponential      the processes 1, 2, 4, ... positions ahead and behind
+    full             all processes
+    a matrix         `[n, n]`; row i has the weights with which process i averages
 
-Row i of a mixing matrix W says how process i averages: x_i becomes the sum of W_ij x_j. W is doubly stochastic: its
-rows and columns sum to one, so that the mean over the processes stays what it is.
+Process i averages by row i of the mixing matrix W: x_i becomes the sum of W_ij x_j. W is doubly stochastic: its rows
+and columns sum to one, so that the mean over the processes does not change. In a named topology a process gives itself
+and each neighbour the same weight.
 
-In a topology with a name a process gives itself and each neighbour the same weight.
 Source: Lian et al., Can decentralized algorithms outperform centralized algorithms?, arXiv 1705.09056.
 
 Synopsis:
@@ -28,45 +28,44 @@ import numpy as np
 from tfdist.errors import UnknownNameError, UsageError
 
 NAMES = ("ring", "grid", "exponential", "full")
-# Of sums of decimal numbers that a user has written.
-ROUNDING = 1e-6
+ROUNDING = 1e-6  # in sums of decimal numbers that a user has written
 
 
 def matrix(topology: str | Sequence[Sequence[float]] | np.ndarray, size: int) -> np.ndarray:
     """The mixing matrix of `size` processes, float64 `[size, size]`.
 
     Raises:
-        UsageError: the user's own matrix is not doubly stochastic, or is for another number of processes, or its graph
-            falls apart, so that some processes never hear of others.
+        UsageError: a user's matrix is not doubly stochastic, is for another number of processes, or does not connect
+            all processes.
     """
-    if isinstance(topology, str):
-        if topology not in NAMES:
-            raise UnknownNameError("topology", topology, NAMES)
-        found = np.eye(size)
-        for rank in range(size):
-            found[rank, neighbours(topology, rank, size)] = 1
-        return found / found.sum(axis=1, keepdims=True)
-    return _checked(topology, size)
+    if not isinstance(topology, str):
+        return _checked(topology, size)
+    if topology not in NAMES:
+        raise UnknownNameError("topology", topology, NAMES)
+    mixing = np.eye(size)
+    for rank in range(size):
+        mixing[rank, neighbours(topology, rank, size)] = 1
+    return mixing / mixing.sum(axis=1, keepdims=True)
 
 
 def neighbours(topology: str, rank: int, size: int) -> list[int]:
-    """The processes that process `rank` averages with in one of the topologies with a name, without itself."""
+    """The other processes that process `rank` averages with in a named topology."""
     if topology == "full":
-        found = set(range(size))
+        others = set(range(size))
     elif topology == "grid":
-        across = next(width for width in range(int(size**0.5), 0, -1) if size % width == 0)
-        row, column = divmod(rank, across)
-        rows = size // across
-        vertical = {(row + step) % rows * across + column for step in (-1, 1)}
-        found = vertical | {row * across + (column + step) % across for step in (-1, 1)}
+        columns = next(width for width in range(int(size**0.5), 0, -1) if size % width == 0)
+        row, column = divmod(rank, columns)
+        rows = size // columns
+        vertical = {(row + step) % rows * columns + column for step in (-1, 1)}
+        others = vertical | {row * columns + (column + step) % columns for step in (-1, 1)}
     else:
         jumps = [1] if topology == "ring" else [2**power for power in range((size - 1).bit_length())]
-        found = {(rank + sign * jump) % size for jump in jumps for sign in (-1, 1)}
-    return sorted(found - {rank})
+        others = {(rank + sign * jump) % size for jump in jumps for sign in (-1, 1)}
+    return sorted(others - {rank})
 
 
 def sends_to(step: int, rank: int, size: int) -> int:
-    """The process that `rank` pushes to in step number `step` of push-sum: 1, 2, 4, ... places on, in turn.
+    """The process that `rank` pushes to in step number `step` of push-sum: 1, 2, 4, ... positions ahead, in turn.
 
     Source: Assran et al., Stochastic gradient push for distributed deep learning, arXiv 1811.10792, appendix A.
     """
@@ -74,29 +73,31 @@ def sends_to(step: int, rank: int, size: int) -> int:
     return (rank + 2 ** (step % jumps)) % size
 
 
-def _checked(given: Any, size: int) -> np.ndarray:
+def _checked(topology: Any, size: int) -> np.ndarray:
+    """A user's mixing matrix as an array; raises `UsageError`, see `matrix`."""
     try:
-        found = np.array(given, np.float64)
+        mixing = np.array(topology, np.float64)
     except (TypeError, ValueError):
-        found = np.zeros(0)
-    if found.shape != (size, size):
-        shown = " x ".join(map(str, found.shape)) if found.ndim == 2 else "no matrix"
+        mixing = np.zeros(0)
+    if mixing.shape != (size, size):
+        shown = " x ".join(map(str, mixing.shape)) if mixing.ndim == 2 else "no matrix"
         raise UsageError(
             f"`topology` is {shown}, and the job has {size} processes",
-            f"give a matrix of {size} rows and {size} columns, or one of {', '.join(f'`{name}`' for name in NAMES)}",
+            f"pass a matrix of {size} rows and {size} columns, or one of {', '.join(f'`{name}`' for name in NAMES)}",
         )
-    if (found < 0).any() or not np.isfinite(found).all():
-        raise UsageError("`topology` has weights below zero, or that are not finite", "use weights from 0 to 1")
-    for axis, what in ((1, "row"), (0, "column")):
-        sums = found.sum(axis=axis)
+    if (mixing < 0).any() or not np.isfinite(mixing).all():
+        raise UsageError("`topology` has weights that are below zero or not finite", "use weights from 0 to 1")
+    for axis, kind in ((1, "row"), (0, "column")):
+        sums = mixing.sum(axis=axis)
         worst = int(np.argmax(abs(sums - 1)))
         if abs(sums[worst] - 1) > ROUNDING:
             raise UsageError(
-                f"`topology` is not doubly stochastic: {what} {worst} sums to {sums[worst]:g}",
-                "give weights whose rows and columns each sum to 1, so that the mean over the processes stays",
+                f"`topology` is not doubly stochastic: {kind} {worst} sums to {sums[worst]:g}",
+                "pass weights whose rows and columns each sum to 1, so that averaging keeps the mean of all processes",
             )
-    if (np.linalg.matrix_power((found + np.eye(size)) / 2, size) == 0).any():
+    if (np.linalg.matrix_power((mixing + np.eye(size)) / 2, size) == 0).any():
         raise UsageError(
-            "`topology` falls apart: some processes never hear of others", "connect all of them, directly or by others"
+            "`topology` is not connected: the weights of some processes never reach some others",
+            "connect all processes, directly or through others",
         )
-    return found
+    return mixing

@@ -33,7 +33,7 @@ import tensorflow as tf
 
 from tfdist.advisor.costs import Link
 from tfdist.relaxed import centre_rules, outer_rules
-from tfdist.relaxed.gossip_rules import Machine, Sends
+from tfdist.relaxed.gossip_rules import Machine, Messages
 from tfdist.simulator.replicas import Replicas, State
 
 
@@ -189,7 +189,7 @@ class Gossip(Algorithm):
             self._waiting[rank] = False
             self._begin(rank)
 
-    def _send(self, rank: int, messages: Sends) -> None:
+    def _send(self, rank: int, messages: Messages) -> None:
         for receiver, message in messages:
             self.sent_bytes += message.nbytes
             self.clock.after(self.cluster.send_seconds(message.nbytes), self._arrival(receiver, rank, message))
@@ -419,9 +419,9 @@ class CentreServer(Algorithm):
 
     def run(self, steps: int) -> None:
         super().run(steps)
-        if self._rule.leaves:
+        if self._rule.pushes_at_end:
             for rank, weights in enumerate(self.weights):
-                self._memories[rank], change = self._rule.left(weights, self._memories[rank])
+                self._memories[rank], change = self._rule.final_push(weights, self._memories[rank])
                 self._centre = self._centre + change
                 self.sent_bytes += change.nbytes
 

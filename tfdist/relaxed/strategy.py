@@ -1,4 +1,4 @@
-"""What strategies share whose processes train apart and meet at times: joining, and what is kept with a model."""
+"""The base of strategies whose processes train independently and synchronize from time to time."""
 
 from __future__ import annotations
 
@@ -17,37 +17,37 @@ from tfdist.relaxed.averages import Averages
 from tfdist.training.job_strategy import JobStrategy, needs_whole_state
 
 
-class ApartStrategy(JobStrategy):
-    """Trains on all processes of a job, each on its part of the global batches by itself, until they meet.
+class IndependentStrategy(JobStrategy):
+    """Trains on all processes of a job, each of which computes steps on its part of the global batches by itself.
 
-    An epoch ends with a meeting, and a checkpoint within an epoch is one. What all processes have in common then is
-    what evaluations, callbacks at the end of an epoch and saved models see. Within an epoch, callbacks see the weights
-    of their own process.
+    The processes synchronize at the end of an epoch and at a checkpoint within an epoch. Evaluations, callbacks at the
+    end of an epoch and saved models see the weights that all processes then have in common. Within an epoch, callbacks
+    see the weights of their own process.
 
     Args:
-        engine: what carries the weights, see `tfdist.groups.joining`.
-        alike: the settings of the algorithm, which must be the same in all processes.
+        engine: the transport of the weights, see `tfdist.groups.joining`.
+        same_settings: the settings of the algorithm, which must be the same in all processes.
         options: see `tfdist.training.job_strategy.JobStrategy`.
     """
 
     as_one_device = False
     engines: ClassVar[tuple[str, ...]] = joining.NAMES
-    remembers = True  # more than the model and its optimizer, or each process has its own
+    remembers = True  # it has variables beside those of the model and its optimizer, or values per process
 
-    def __init__(self, *, engine: str, alike: Mapping[str, Any], job_settings: Any = None, **options: Any):
+    def __init__(self, *, engine: str, same_settings: Mapping[str, Any], job_settings: Any = None, **options: Any):
         if engine not in self.engines:
             raise UnknownNameError("engine", engine, self.engines)
         self._engine = engine
-        settings = dict(job_settings or {}) | {name: str(value) for name, value in alike.items()}
+        settings = dict(job_settings or {}) | {name: str(value) for name, value in same_settings.items()}
         super().__init__(job_settings=settings, **options)
 
     def join(self) -> ProcessGroup:
         return joining.join(self._engine, self.world, self.name, self.timeout_seconds, self.start_timeout_seconds)
 
     def begin_anew(self, model: Any) -> None:
-        kept = strategy_state.of(model).kept
-        if kept is not None:
-            kept.settle()
+        averages = strategy_state.of(model).kept
+        if averages is not None:
+            averages.synchronize()
 
     def check(self, model: Any) -> None:
         super().check(model)
@@ -55,7 +55,8 @@ class ApartStrategy(JobStrategy):
         for layer in layers:
             if isinstance(layer, keras.layers.BatchNormalization) and layer.synchronized:
                 raise UsageError(
-                    f"The layer `{layer.name}` is `synchronized`, and processes of `{self.name}` do not meet in a step",
+                    f"The layer `{layer.name}` is `synchronized`, and processes of `{self.name}` do not communicate "
+                    "within a step",
                     "make it without `synchronized=True`, or use `horovod`, `mpi` or `multiworker`",
                 )
 
@@ -64,14 +65,14 @@ class ApartStrategy(JobStrategy):
         for callback in callbacks:
             if self.remembers and isinstance(callback, keras.callbacks.BackupAndRestore):
                 raise UsageError(
-                    "`BackupAndRestore` keeps one model and its optimizer, and a run that goes on from there would "
-                    "lack what the processes remember besides",
+                    "`BackupAndRestore` saves only one model and its optimizer, and a run that is resumed from there "
+                    f"would lack the other state of `{self.name}`",
                     "use `tfdist.callbacks.Checkpoint` in its place",
                 )
-            what = needs_whole_state(callback)
-            if what is not None and "within epochs" in what:
+            description = needs_whole_state(callback)
+            if description is not None and "within epochs" in description:
                 raise UsageError(
-                    f"{what} saves the weights of one process, and those of others are elsewhere",
+                    f"{description} saves the weights of one process, which differ from those of the others",
                     "save at the end of an epoch, or use `tfdist.callbacks.Checkpoint(every_steps=...)`",
                 )
 
@@ -79,32 +80,34 @@ class ApartStrategy(JobStrategy):
         """Raises `UsageError` for data that the user has divided among the processes."""
         if isinstance(steps.batches, job_feeds.JoinedBatches):
             raise UsageError(
-                f"`{self.name}` divides the data among the processes itself, and `per_process` has them divided",
-                "pass the whole data to each process; `horovod` and `multiworker` train on parts of your own",
+                f"`{self.name}` divides the data among the processes itself, and with `per_process` they are divided "
+                "already",
+                "pass the whole data to each process; `horovod` and `multiworker` train on data that you have divided",
             )
 
     def averages_of(self, model: Any, make: Callable[[], Averages]) -> Averages:
-        """The meetings of `model`, kept with it: programs for other data go on with what they remember.
+        """The `Averages` that are kept with `model`, so that programs for other data continue with the same state.
 
-        All processes call it at the same time.
+        All processes call it at the same time. `make` is called if there are none, or if the model has other variables.
         """
         state = strategy_state.of(model)
         optimizers = keras_internals.optimizers(model)
-        made_for = (id(self), *map(id, [*model.variables, *(v for one in optimizers for v in one.variables)]))
+        variables = [*model.variables, *(v for optimizer in optimizers for v in optimizer.variables)]
+        made_for = (id(self), *map(id, variables))
         if state.made_for != made_for:
             averages = make()
             state = strategy_state.StrategyState(*averages.remembered, averages, made_for)
             strategy_state.keep(model, state)
             self.broadcast_variables([*state.own, *state.shared], unless_equal=True)
-        found: Averages = state.kept
-        return found
+        averages = state.kept
+        return averages
 
 
-def refuse_averages_of_optimizers(model: Any, what: str, hint: str) -> None:
-    """Raises `UsageError` for an optimizer with `use_ema`, where each process has an optimizer of its own."""
-    if any(one.use_ema for one in keras_internals.optimizers(model)):
+def refuse_use_ema(model: Any, feature: str, hint: str) -> None:
+    """Raises `UsageError` if an optimizer has `use_ema`; `feature` is why each process has its own optimizer state."""
+    if any(optimizer.use_ema for optimizer in keras_internals.optimizers(model)):
         raise UsageError(
-            f"The optimizer keeps a moving average of the weights (`use_ema`), and with {what} each process has "
-            "another one",
+            f"The optimizer keeps a moving average of the weights (`use_ema`), which differs between processes with "
+            f"{feature}",
             f"leave `use_ema` out, or {hint}",
         )
