@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from tfdist.checkpointing import held_variables, random_states
+from tfdist.checkpointing import random_states, untracked_variables
 from tfdist.checkpointing import state as training_state
 from tfdist.checkpointing.format import Stored
 from tfdist.errors import CheckpointError
@@ -81,7 +81,7 @@ def refuse_another_run(model: Any, stored: Stored, steps_per_epoch: int | None, 
             f"The checkpoint `{header.path}` has the optimizer `{header.optimizer}`, and the model `{ours}`", hint
         )
     difference = training_state.first_difference(model, stored.entries, _groups(model, stored))
-    difference = difference or held_variables.difference(model, stored.entries)
+    difference = difference or untracked_variables.difference(model, stored.entries)
     if difference is not None:
         theirs, ours = difference
         raise CheckpointError(
@@ -119,7 +119,7 @@ def restore(model: Any, callbacks: Iterable[Any], stored: Stored, peers: Peers, 
         peers.broadcast_variables([variable for variable in in_chief if not own.has_own(variable)])
     training_state.assign_own(model, stored.entries, peers)
     training_state.restore_callbacks_state(callbacks, header.callbacks, entries, header.train_seconds)
-    held_variables.restore(model, entries)
+    untracked_variables.restore(model, entries)
     random_states.restore(entries)
 
 

@@ -4,7 +4,7 @@
                   gradients of norm at most G, a rank is at most r * G * n away from them
     Staleness     at most S updates of others come between the reads of a step and its own update; and each step is one
                   update
-    Together      each step is one update, by all workers
+    SynchronousUpdates      each step is one update, by all workers
 
 `tfdist.verification.bounds` measures whether a strategy keeps its bound.
 """
@@ -53,7 +53,7 @@ class Staleness(Bound):
 
 
 @dataclass(frozen=True)
-class Together(Staleness):
+class SynchronousUpdates(Staleness):
     """All workers take each step together, which is one update."""
 
     equality: ClassVar[str] = "the workers take each step together, each with a part of the batch"

@@ -381,7 +381,7 @@ class Strategy:
         """What the optimizer of `model` does to its variables at the end of a training."""
         model.optimizer.finalize_variable_values(model.trainable_weights)
 
-    def begin_anew(self, model: Any) -> None:
+    def before_checkpoint(self, model: Any) -> None:
         """Called before a checkpoint within an epoch: the next step is that of a training which is resumed from it."""
 
     def whole_state(self, model: Any) -> contextlib.AbstractContextManager[Any]:

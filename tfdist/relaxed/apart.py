@@ -44,7 +44,7 @@ class ApartStrategy(JobStrategy):
     def join(self) -> ProcessGroup:
         return joining.join(self._engine, self.world, self.name, self.timeout_seconds, self.start_timeout_seconds)
 
-    def begin_anew(self, model: Any) -> None:
+    def before_checkpoint(self, model: Any) -> None:
         kept = strategy_state.of(model).kept
         if kept is not None:
             kept.settle()
