@@ -176,7 +176,7 @@ def test_a_difference_ends_with_its_place_its_cause_and_exit_code_1(verified, mo
     code, output = verified("--model", "planted:centred")
     assert code == 1, output
     assert re.search(LAYER, output) and "differs from one device" in output
-    assert "a fault of tfdist" in output
+    assert "a bug in tfdist" in output
     assert re.search(r"^output .* differs$", output, re.MULTILINE), output
     assert "Traceback" not in output
 

@@ -187,7 +187,7 @@ def test_a_wrong_rule_of_the_partitioner_is_found_and_the_layer_named(name, cont
         verified(start(contestant), make)
     error = raised.value
     assert layer in error.layer, error
-    assert "a fault of tfdist" in error.hint, error
+    assert "a bug in tfdist" in error.hint, error
     assert error.report.first.step == 0
     assert "differs" in str(error.report)
 
@@ -450,7 +450,7 @@ def test_a_prepared_model_is_verified_by_its_first_fit_before_it_trains(contesta
         model.fit(X, Y, batch_size=BATCH, verbose=0)
     assert [value.tolist() for value in model.get_weights()] == before
     assert int(model.optimizer.iterations.numpy()) == 0
-    with pytest.warns(DifferenceWarning, match="a fault of tfdist"):  # whoever insists
+    with pytest.warns(DifferenceWarning, match="a bug in tfdist"):  # whoever insists
         model.fit(X, Y, batch_size=BATCH, verbose=0)
 
 

@@ -19,8 +19,8 @@ import tensorflow as tf
 from tfdist.checkpointing.format import Entry, Stored
 from tfdist.errors import CheckpointError
 from tfdist.groups import parts
-from tfdist.interface import shared_variables
 from tfdist.interface import state as strategy_state
+from tfdist.interface import variables as shared_variables
 from tfdist.internals import keras as keras_internals
 from tfdist.internals import tensorflow_variables
 from tfdist.internals.keras import tf_variable

@@ -8,7 +8,7 @@ from tfdist.checkpointing import format as checkpoint_format
 from tfdist.checkpointing import state
 from tfdist.checkpointing.format import Entry, Header, Stored
 from tfdist.errors import CheckpointError
-from tfdist.interface import shared_variables as variables
+from tfdist.interface import variables
 from tfdist.jobs import consensus
 from tfdist.jobs.consensus import Peers
 

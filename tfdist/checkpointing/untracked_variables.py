@@ -12,7 +12,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfdist.checkpointing.format import Entry
-from tfdist.interface.shared_variables import described
+from tfdist.interface.variables import described
 from tfdist.internals import keras as keras_internals
 from tfdist.internals.tensorflow_variables import copies
 
