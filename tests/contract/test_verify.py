@@ -242,7 +242,7 @@ def test_a_strategys_own_wrong_sums_are_not_blamed_on_the_model(way, what):
         verified(strategy, lambda: network(layers.Flatten()))
     assert raised.value.sentence.startswith(what)
     assert "the strategy `wrong`" in raised.value.sentence
-    assert raised.value.hint.startswith("this is a fault of the strategy")
+    assert raised.value.hint.startswith("this is a bug in the strategy")
 
 
 @pytest.mark.thorough
@@ -253,7 +253,7 @@ def test_a_report_shows_its_verdict_first_in_print_at_the_prompt_and_in_a_notebo
     with pytest.raises(VerificationError) as raised:
         verified(start(contestant), lambda: network(Centred(name="planted")))
     different = raised.value.report
-    assert equal.verdict == "The steps of `custom` on 2 replicas are those of one device."
+    assert equal.verdict == "The steps of `custom` on 2 replicas equal those of one device."
     verdict = "The steps of `custom` on 2 replicas differ from those of one device, first in the output `"
     assert different.verdict.startswith(verdict) and "planted` in step 0: by " in different.verdict
     for report in (equal, different):

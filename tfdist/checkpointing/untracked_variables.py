@@ -1,6 +1,6 @@
-"""What a model and its layers hold besides Keras variables: `tf.Variable`s, and the states of `tf.random.Generator`s.
+"""The variables of a model that Keras does not save: `tf.Variable`s, and the states of `tf.random.Generator`s.
 
-Keras does not save them, but a run that is resumed must go on with them. They are told apart by their order.
+A resumed run must restore them, too. They are identified by their order.
 """
 
 from __future__ import annotations
@@ -20,37 +20,42 @@ _GROUP = "held"
 
 
 def snapshot(model: Any) -> list[Entry]:
-    """The values of this process."""
-    held = _held(model)
-    return [Entry(_GROUP, name, _array(copies(one)[0])) for name, one in zip(described(held), held, strict=True)]
+    """Copies the values in this process."""
+    variables = _variables(model)
+    names = described(variables)
+    return [Entry(_GROUP, name, _array(copies(variable)[0])) for name, variable in zip(names, variables, strict=True)]
 
 
 def difference(model: Any, entries: Iterable[Entry]) -> tuple[str, str] | None:
-    """What a checkpoint has, and what `model` has, where they differ; older checkpoints have nothing of the kind."""
-    theirs = [entry.name for entry in entries if entry.group == _GROUP]
-    ours = described(_held(model))
-    if not theirs or theirs == ours:
+    """Describes these variables in a checkpoint and in `model` if they differ; otherwise returns `None`.
+
+    Older checkpoints do not contain such variables, and are accepted.
+    """
+    in_checkpoint = [entry.name for entry in entries if entry.group == _GROUP]
+    in_model = described(_variables(model))
+    if not in_checkpoint or in_checkpoint == in_model:
         return None
-    return tuple("variables of TensorFlow " + (", ".join(these) or "(none)") for these in (theirs, ours))  # type: ignore[return-value]
+    kind = "variables of TensorFlow"
+    return f"{kind} {', '.join(in_checkpoint)}", f"{kind} {', '.join(in_model) or '(none)'}"
 
 
 def restore(model: Any, entries: Iterable[Entry]) -> None:
     """Assigns the values of a `snapshot`, if there is one among `entries`."""
     stored = [entry for entry in entries if entry.group == _GROUP]
-    for variable, entry in zip(_held(model) if stored else [], stored, strict=True):
+    for variable, entry in zip(_variables(model) if stored else [], stored, strict=True):
         value = entry.value
         for copy in copies(variable):
             copy.assign(tf.io.parse_tensor(value.tobytes(), tf.string) if copy.dtype == tf.string else value)
 
 
-def _held(model: Any) -> list[Any]:
+def _variables(model: Any) -> list[Any]:
     generators = keras_internals.held(model, tf.random.Generator)
-    found = [*keras_internals.held(model, tf.Variable), *(generator.state for generator in generators)]
-    return list({id(one): one for one in found}.values())
+    variables = [*keras_internals.held(model, tf.Variable), *(generator.state for generator in generators)]
+    return list({id(variable): variable for variable in variables}.values())
 
 
 def _array(variable: Any) -> np.ndarray:
-    """The value; strings as bytes that TensorFlow reads again."""
+    """Returns the value; strings are serialized to bytes."""
     if variable.dtype == tf.string:
         return np.frombuffer(tf.io.serialize_tensor(variable.read_value()).numpy(), np.uint8)
     return np.array(variable.numpy())

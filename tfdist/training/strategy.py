@@ -6,14 +6,16 @@ import contextlib
 from collections.abc import Iterator
 from typing import Any
 
+from tfdist.data.input import adapters
 from tfdist.data.input.feed import Feed
+from tfdist.data.input.passes import Passes
 from tfdist.interface.program import Program, Steps
 from tfdist.interface.strategy import Strategy
 from tfdist.internals import keras as keras_internals
 from tfdist.internals import keras_routes
 from tfdist.jobs.world import World
 from tfdist.loop import outer_loop, programs
-from tfdist.verification import comparison, verify
+from tfdist.verification import bounds, comparison
 
 
 class TrainingStrategy(Strategy):
@@ -63,7 +65,16 @@ class TrainingStrategy(Strategy):
         with self._calling(model):
             return outer_loop.predict_on_batch(self, model, *arguments, **named)
 
-    def verify(self, model: Any, *arguments: Any, **named: Any) -> Any:
+    def verify(
+        self,
+        model: Any,
+        x: Any,
+        y: Any = None,
+        batch_size: int | None = None,
+        sample_weight: Any = None,
+        class_weight: Any = None,
+        steps: int = comparison.STEPS,
+    ) -> Any:
         """Compares a few steps of `model` on one device and on this strategy, and then restores `model`.
 
         `tfdist.verification.comparison` describes what is compared and how closely. A strategy whose steps differ from
@@ -71,8 +82,12 @@ class TrainingStrategy(Strategy):
 
         Args:
             model: a compiled model.
-            arguments: `x`, `y`, `batch_size`, `sample_weight` and `class_weight`, as for `fit`.
-            named: the same by name, and `steps`, the number of global batches (default: 3).
+            x: the input, like all data as for `fit`.
+            y: the targets.
+            batch_size: the global batch size.
+            sample_weight: the weights of the examples.
+            class_weight: the weights of the classes.
+            steps: the number of global batches.
 
         Returns:
             The `tfdist.verification.report.Report`, or a `BoundReport`.
@@ -82,7 +97,16 @@ class TrainingStrategy(Strategy):
             UsageError: the steps of this strategy differ from those of one device by design, and it has no bound.
         """
         with self._calling(model):
-            return verify.verify(self, model, *arguments, **named)
+            if self.bound is None:
+                comparison.require_as_one_device(self)
+            outer_loop.check(self, model, "verify")
+            data = {"class_weight": class_weight, "batch_size": batch_size, "shuffle": False}
+            feed = outer_loop.feed_of(self, adapters.request(x, y, sample_weight, **data))
+            programs.build(self, model, "train", feed)
+            with Passes(feed, steps):
+                if self.bound is not None:
+                    return bounds.verify(self, model, feed, steps)
+                return comparison.verify(self, model, feed.first(steps))
 
     def prepare(self, model: Any, *, verify: bool = False) -> Any:
         """Makes Keras' `fit`, `evaluate`, `predict` and `..._on_batch` of `model` use this strategy; returns `model`.
