@@ -229,8 +229,8 @@ class Wrong(base.Strategy):
 @pytest.mark.parametrize(
     ("way", "what"),
     [
-        ("twice", "The batch that a step is given, in `x`, differs"),
-        ("nothing of the others", "The batch that a step is given, in `x`, differs"),
+        ("twice", "The part `x` of the batch that a step receives differs"),
+        ("nothing of the others", "The part `x` of the batch that a step receives differs"),
         ("large tensors", "The gradient of `sequential/before/kernel`, of the layer `before`, differs"),
     ],
 )

@@ -94,7 +94,7 @@ class PartitionedProgram(StepProgram):
         return Outcome(done, not more, logs if done else {})
 
     def _is_finite(self, logs: Logs) -> bool:
-        """Whether the loss is finite; always true unless the step with another loss must be found."""
+        """Whether the loss is finite, which is checked here only for `AtNan.FIND`."""
         return self._at_nan is not AtNan.FIND or math.isfinite(logs.get("loss", 0.0))
 
     def _steps_to_not_finite(self) -> int:

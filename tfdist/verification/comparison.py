@@ -45,8 +45,8 @@ from tfdist.terminal import counted
 from tfdist.verification.report import Comparison, Entry, Report, Step
 from tfdist.verification.watch import MARK, Watch
 
-_WHAT = {
-    "batch": "The batch that a step is given, in `{entry.name}`,",
+_SUBJECTS = {
+    "batch": "The part `{entry.name}` of the batch that a step receives",
     "output": "The output of the layer `{entry.layer}`",
     "added loss": "A loss that the layer `{entry.layer}` adds",
     "loss": "The loss `{entry.name}`",
@@ -72,7 +72,7 @@ def explained(strategy: Strategy, entry: Entry) -> tuple[str, str]:
         cause = f"the strategy `{strategy.name}` divides batches, or sums over its replicas, incorrectly"
         hint = "this is a bug in the strategy: check the methods of its `mesh`"
     sentence = (
-        f"{_WHAT[entry.kind].format(entry=entry)} differs from one device by {entry.difference:.2g} in step "
+        f"{_SUBJECTS[entry.kind].format(entry=entry)} differs from one device by {entry.difference:.2g} in step "
         f"{entry.step}, where rounding explains {entry.sensitivity:.2g}; the likely cause: {cause}"
     )
     return sentence, hint

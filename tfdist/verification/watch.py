@@ -47,7 +47,7 @@ class Watch(contextlib.AbstractContextManager[None]):
         self._stack = contextlib.ExitStack()
         self._stack.enter_context(keras_patches.watching(self._model, self._see))
         step = functools.partial(self._train_step, self._model.train_step)
-        if not self._sees:  # tfdist recognizes Keras' own step by its function, since its gradients are not recorded
+        if not self._sees:  # then the wrapper counts as Keras' own step, which is recognized by `__func__`
             vars(step)["__func__"] = getattr(self._model.train_step, "__func__", None)
         # Past Keras' attribute tracking, so that nothing of it is saved with the model.
         object.__setattr__(self._model, "train_step", step)
