@@ -20,7 +20,7 @@ from tfdist.checkpointing.format import Entry, Stored
 from tfdist.errors import CheckpointError
 from tfdist.groups import parts
 from tfdist.interface import state as strategy_state
-from tfdist.interface import variables as shared_variables
+from tfdist.interface.variables import broadcast_variables, divide
 from tfdist.internals import keras as keras_internals
 from tfdist.internals import tensorflow_variables
 from tfdist.internals.keras import tf_variable
@@ -143,7 +143,7 @@ def assign(model: Any, stored: Stored, entries: Iterable[Entry], groups: Sequenc
     read_bytes = 0
     for variable, entry in pairs:
         if parts.part_of(variable) is not None:
-            shared_variables.divide(variable, None if entry.elsewhere else entry.value, peers.broadcast)
+            divide(variable, None if entry.elsewhere else entry.value, peers.broadcast)
         elif not entry.elsewhere:
             _assign(variable, entry)
             read_bytes += entry.value.nbytes
@@ -170,7 +170,7 @@ def assign_own(model: Any, entries: Iterable[Entry], peers: Peers) -> None:
         for variable, entry in zip(own, stored, strict=True):
             assign_all(variable, np.ascontiguousarray(entry.value[peers.world.rank]))
     else:
-        shared_variables.broadcast_variables(own, peers.broadcast, peers.world.is_chief)
+        broadcast_variables(own, peers.broadcast, peers.world.is_chief)
 
 
 def first_difference(model: Any, entries: Iterable[Entry], groups: Sequence[str]) -> tuple[str, str] | None:

@@ -38,9 +38,9 @@ from tfdist.data.input.feed import Feed
 from tfdist.data.input.passes import Passes
 from tfdist.errors import DifferenceWarning, UsageError
 from tfdist.groups import parts
-from tfdist.interface import variables as shared_variables
 from tfdist.interface.program import Logs
 from tfdist.interface.strategy import Strategy, seed_of_random
+from tfdist.interface.variables import checksum
 from tfdist.internals import keras as keras_internals
 from tfdist.internals import keras_data, keras_patches, keras_routes
 from tfdist.internals.attached import Attached
@@ -240,10 +240,10 @@ def _repair_drift(strategy: Any, model: Any, epoch: int) -> None:
         return
     groups = training_state.variables(model)
     variables = [variable for variable in (*groups["model"], *groups["optimizer"]) if parts.part_of(variable) is None]
-    checksum = shared_variables.checksum(variables)
-    if len(set(consensus.all_gather_object(strategy, checksum, "compares the weights of an epoch"))) == 1:
+    total = checksum(variables)
+    if len(set(consensus.all_gather_object(strategy, total, "compares the weights of an epoch"))) == 1:
         return
-    checksums = [shared_variables.checksum([variable]) for variable in variables]
+    checksums = [checksum([variable]) for variable in variables]
     gathered = consensus.all_gather_object(strategy, checksums, "finds the weights that differ")
     different = [variable.path for variable, *sums in zip(variables, *gathered, strict=True) if len(set(sums)) > 1]
     strategy.broadcast_variables(variables)
