@@ -96,8 +96,8 @@ class PipelineStrategy(base.Strategy):
         if not self.as_one_device:
             delayed.refuse_backups_within_epochs(callbacks)
 
-    def begin_anew(self, model: Any) -> None:
-        delayed.begin_anew(model)
+    def before_checkpoint(self, model: Any) -> None:
+        delayed.before_checkpoint(model)
 
     def plan_of(self, model: Any) -> Plan | None:
         """The stages of `model`; `None` for a single stage, and before the model is first used."""

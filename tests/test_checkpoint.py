@@ -226,7 +226,7 @@ class TestDamage:
         for path in checkpoint_format.paths(folder):
             path.write_bytes(path.read_bytes()[:-5])
         model = network()
-        none_whole = refuses(CheckpointError, f"None of the checkpoints in `{folder}` is whole: 2 damaged")
+        none_whole = refuses(CheckpointError, f"No checkpoint in `{folder}` is intact: 2 damaged")
         with none_whole, pytest.warns(UserWarning, match="cannot be used"):
             run(callbacks=[Checkpoint(folder, resume=True)], build=lambda: model)
         assert model.optimizer.iterations == 0
@@ -291,7 +291,7 @@ class TestFullDisk:
         with refuses(CheckpointError, *words) as raised:
             keep = Checkpoint(folder)
             run(callbacks=[self.FillDisk(disk, free, keep), keep], epochs=2)
-        good = "the last checkpoint, `step-00000006.ckpt`, is as it was"
+        good = "the last checkpoint, `step-00000006.ckpt`, is unchanged"
         assert raised.value.hint == f"make room there, or choose another folder; {good}"
         assert names(folder) == ["step-00000006.ckpt"]
         (disk / "filling").unlink()
@@ -356,7 +356,8 @@ class TestAnotherRun:
     @pytest.mark.parametrize("strategy", ["single", None])
     def test_a_new_run_into_a_folder_with_checkpoints_is_refused(self, strategy, folder, trained):
         model = network()
-        with refuses(CheckpointError, f"`{folder}` already holds checkpoints, `step-00000012.ckpt` the newest"):
+        words = f"`{folder}` already contains checkpoints", "`step-00000012.ckpt` is the newest"
+        with refuses(CheckpointError, *words):
             run(strategy, [Checkpoint(folder)], lambda: model)
         assert model.optimizer.iterations == 0
         assert {path.name: path.read_bytes() for path in folder.iterdir()} == trained[0]

@@ -108,7 +108,7 @@ def test_what_cannot_be_one_device_hides_nothing(monkeypatch, wanted):
 def test_logical_devices_count_as_devices(monkeypatch):
     Machine(monkeypatch, 2, logical=2)
     assert _devices.choose(None) == ["GPU:0", "GPU:1", "GPU:2", "GPU:3"]
-    with pytest.raises(UsageError, match="5 GPU devices were asked for, and TensorFlow has 4"):
+    with pytest.raises(UsageError, match="`devices` is 5, and TensorFlow has 4 GPU devices"):
         _devices.choose(5)
 
 

@@ -102,7 +102,7 @@ def test_the_command_has_an_option_and_the_record_says_what_it_was(tmp_path):
         ("custom", {"devices": 2, "speeds": "fast"}, "`speeds` is `fast`"),
         ("custom", {"devices": 2, "speeds": [1.5, 1]}, r"cannot have `\[1.5, 1\]` as `speeds`"),
         ("custom", {"devices": 2, "speeds": "9999,2"}, "adds up to more than 10,000"),
-        ("custom", {"devices": 2, "speeds": "3,1,1"}, "of 3 replicas, and there are 2"),
+        ("custom", {"devices": 2, "speeds": "3,1,1"}, "which has 3 numbers, and there are 2 replicas"),
         ("single", {"speeds": "1"}, "`single` does not know the option `speeds`"),
         ("pipeline", {"devices": 2, "speeds": "3,1"}, "`pipeline` does not know the option `speeds`"),
     ],

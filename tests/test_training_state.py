@@ -26,7 +26,7 @@ def test_the_parts_of_all_processes_add_up_to_what_was_saved(written_by, size):
     else:
         saved = Entry("metrics", "total", parts, by_replica=True)
     weight = Entry("model", "kernel", np.ones(2))
-    restored = [training_state.of_this([saved, weight], Peer(rank, size)) for rank in range(size)]
+    restored = [training_state.local_entries([saved, weight], Peer(rank, size)) for rank in range(size)]
     totals = [total.value.sum(axis=0) if total.by_replica else total.value for total, _ in restored]
     np.testing.assert_array_equal(sum(totals), parts.sum(axis=0))
     assert all(kept is weight for _, kept in restored)

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tfdist.interface import shared_variables
+from tfdist.interface import variables as shared_variables
 from tfdist.internals import tensorflow_variables
 
 DTYPES = ("bool", "int8", "uint8", "int16", "uint16", "int32", "uint32", "int64", "uint64")

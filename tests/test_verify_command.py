@@ -139,7 +139,7 @@ def test_an_equal_model_ends_with_a_table_and_exit_code_0(verified, working_fold
     assert code == 0, output
     assert "(steps: 2)" in output
     assert re.search(r"^weight .*dense.*kernel", output, re.MULTILINE), output
-    assert "The steps of `custom` on 2 replicas are those of one device." in output
+    assert "The steps of `custom` on 2 replicas equal those of one device." in output
     assert not list(working_folder.rglob("run.json"))
 
 
@@ -167,7 +167,7 @@ def test_what_a_model_makes_of_several_examples_together_is_equal_where_the_step
 ):
     code, output = verified("--model", f"planted:{model}", "--strategy", strategy)
     assert code == 0, output
-    assert "are those of one device" in output
+    assert "equal those of one device" in output
 
 
 @pytest.mark.thorough
@@ -176,7 +176,7 @@ def test_a_difference_ends_with_its_place_its_cause_and_exit_code_1(verified, mo
     code, output = verified("--model", "planted:centred")
     assert code == 1, output
     assert re.search(LAYER, output) and "differs from one device" in output
-    assert "a fault of tfdist" in output
+    assert "a bug in tfdist" in output
     assert re.search(r"^output .* differs$", output, re.MULTILINE), output
     assert "Traceback" not in output
 

@@ -69,7 +69,7 @@ def test_a_wrong_rule_of_the_partitioner_is_warned_of(name, contestant, monkeypa
     plant(kind, wrong, monkeypatch)
     _, (said,) = trained(contestant, make)
     assert "differs from that of one device" in said
-    assert "a fault of tfdist" in said
+    assert "a bug in tfdist" in said
     assert not trained(contestant, make, compare_first_step=False)[1]
 
 

@@ -187,7 +187,7 @@ def test_a_wrong_rule_of_the_partitioner_is_found_and_the_layer_named(name, cont
         verified(start(contestant), make)
     error = raised.value
     assert layer in error.layer, error
-    assert "a fault of tfdist" in error.hint, error
+    assert "a bug in tfdist" in error.hint, error
     assert error.report.first.step == 0
     assert "differs" in str(error.report)
 
@@ -229,8 +229,8 @@ class Wrong(base.Strategy):
 @pytest.mark.parametrize(
     ("way", "what"),
     [
-        ("twice", "The batch that a step is given, in `x`, differs"),
-        ("nothing of the others", "The batch that a step is given, in `x`, differs"),
+        ("twice", "The part `x` of the batch that a step receives differs"),
+        ("nothing of the others", "The part `x` of the batch that a step receives differs"),
         ("large tensors", "The gradient of `sequential/before/kernel`, of the layer `before`, differs"),
     ],
 )
@@ -242,7 +242,7 @@ def test_a_strategys_own_wrong_sums_are_not_blamed_on_the_model(way, what):
         verified(strategy, lambda: network(layers.Flatten()))
     assert raised.value.sentence.startswith(what)
     assert "the strategy `wrong`" in raised.value.sentence
-    assert raised.value.hint.startswith("this is a fault of the strategy")
+    assert raised.value.hint.startswith("this is a bug in the strategy")
 
 
 @pytest.mark.thorough
@@ -253,7 +253,7 @@ def test_a_report_shows_its_verdict_first_in_print_at_the_prompt_and_in_a_notebo
     with pytest.raises(VerificationError) as raised:
         verified(start(contestant), lambda: network(Centred(name="planted")))
     different = raised.value.report
-    assert equal.verdict == "The steps of `custom` on 2 replicas are those of one device."
+    assert equal.verdict == "The steps of `custom` on 2 replicas equal those of one device."
     verdict = "The steps of `custom` on 2 replicas differ from those of one device, first in the output `"
     assert different.verdict.startswith(verdict) and "planted` in step 0: by " in different.verdict
     for report in (equal, different):
@@ -450,7 +450,7 @@ def test_a_prepared_model_is_verified_by_its_first_fit_before_it_trains(contesta
         model.fit(X, Y, batch_size=BATCH, verbose=0)
     assert [value.tolist() for value in model.get_weights()] == before
     assert int(model.optimizer.iterations.numpy()) == 0
-    with pytest.warns(DifferenceWarning, match="a fault of tfdist"):  # whoever insists
+    with pytest.warns(DifferenceWarning, match="a bug in tfdist"):  # whoever insists
         model.fit(X, Y, batch_size=BATCH, verbose=0)
 
 

@@ -487,4 +487,4 @@ def test_verify_compares_the_processes_of_a_job_with_one_device(tmp_path):
     with RunningJob("verify", *arguments, "--run-dir", tmp_path / "run", module="tfdist", cwd=tmp_path) as job:
         code, out, err = job.end()
     assert code == 0, out + err
-    assert "The steps of `multiworker` on 2 replicas are those of one device." in out
+    assert "The steps of `multiworker` on 2 replicas equal those of one device." in out

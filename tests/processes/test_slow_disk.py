@@ -66,7 +66,7 @@ def test_a_job_that_is_ended_while_it_writes_leaves_whole_checkpoints_and_goes_o
         code, _, err = job.end(seconds=50)
         assert job.left() == []
     assert code == 128 + (signal.SIGTERM if by == "sigterm" else signal.SIGKILL), err
-    assert ("is given up" in err) == (seconds > 4)
+    assert ("was aborted" in err) == (seconds > 4)
     assert record(tmp_path / "run")["status"] == "interrupted"  # the launcher ends a job by SIGTERM
     left = checkpoints(tmp_path)
     assert left and all(path.name.startswith("step-") for path in left)  # and no temporary file

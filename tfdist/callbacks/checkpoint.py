@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING, Any
 import keras
 
 from tfdist.callbacks.clock import ClockedCallback
-from tfdist.checkpointing import held_variables, random_states, resume, writer
+from tfdist.checkpointing import random_states, resume, untracked_variables, writer
 from tfdist.checkpointing import state as training_state
 from tfdist.checkpointing.format import Entry, Header, Stored
 from tfdist.checkpointing.resume import Position
@@ -258,7 +258,7 @@ class Checkpoint(ClockedCallback):
             strategy, data = self._strategy, self._data_state()
             if strategy is None or data is None:
                 return self._note_only_at_epoch_ends()
-            strategy.begin_anew(self.model)
+            strategy.before_checkpoint(self.model)
             self._save(self._position.epoch, self._position.batch, logs, data)
             elastic.end_if_signaled(self._peers, self._finish_write)
 
@@ -342,7 +342,7 @@ class Checkpoint(ClockedCallback):
             callbacks=states,
             data=None if data is None or self._data is None else self._data.position_in_passes,
         )
-        entries += [*held_variables.snapshot(self.model), *arrays, *random_states.snapshot(), *(data or [])]
+        entries += [*untracked_variables.snapshot(self.model), *arrays, *random_states.snapshot(), *(data or [])]
         self._writer.start(functools.partial(self._store.write, header, entries))
 
     def _finish_write(self) -> None:

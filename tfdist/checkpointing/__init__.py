@@ -1,1 +1,1 @@
-"""What a checkpoint holds, and how it is stored."""
+"""The content of checkpoints, and how they are stored."""

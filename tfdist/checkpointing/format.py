@@ -1,13 +1,13 @@
-"""Checkpoints on disk: one file each, written whole or not at all, readable without TensorFlow.
+"""The file format of checkpoints: one file each, written atomically, readable without TensorFlow.
 
-    magic line            which format this is
+    magic line            identifies the format
     length of the header  8 bytes, little-endian
     header                JSON: the position, the states of callbacks, and the offset of each array
     arrays                raw bytes, little-endian, each at a multiple of 64 bytes
-    SHA-256               32 bytes, of everything before
+    SHA-256               32 bytes, the digest of everything before
 
-Nothing is pickled, so that reading a file runs no code from it. A file that is cut or altered fails its checksum; then
-the previous checkpoint is used, with a warning.
+Nothing is pickled, so that reading a file runs no code from it. If a file is truncated or altered, its checksum fails,
+and the previous checkpoint is used with a warning.
 
 Synopsis:
 
@@ -52,22 +52,22 @@ _READ_BYTES = 1 << 20
 
 @dataclass(frozen=True)
 class Header:
-    """The content of a checkpoint besides its arrays: plain numbers, strings, lists and dicts.
+    """The content of a checkpoint besides its arrays: numbers, strings, lists and dicts.
 
     Attributes:
-        epoch: the epoch to continue with, counted from 0, which is the number of finished epochs.
-        batch: the number of its finished batches; 0 at the end of the previous epoch.
-        step: the number of steps of the run, over all its epochs.
+        epoch: the epoch to continue with, from 0; equal to the number of finished epochs.
+        batch: the number of finished batches of this epoch; 0 at the end of the previous epoch.
+        step: the number of steps of the run, over all epochs.
         optimizer: the optimizer's class.
         stopped: whether a callback had ended the training.
         best: `{"monitor", "value", "epoch"}` of the best epoch so far.
-        train_seconds: training time so far, evaluation excluded.
+        train_seconds: the training time so far, without evaluation.
         epoch_logs: the logs of each finished epoch, with its number under "epoch".
         steps_per_epoch: the steps per epoch of the `fit` that wrote it, if known.
         seed: the seed of the order of the examples, if known.
         callbacks: the states of callbacks; an array is stored as `{"array": index among their entries}`.
-        data: the position in the data, as `DataPasses.resume` takes it; `None` if the data cannot be resumed.
-        path: the file, which does not contain this attribute.
+        data: the position in the data, as arguments of `DataPasses.resume`; `None` if the data cannot be resumed.
+        path: the path of the file; not stored in it.
     """
 
     epoch: int
@@ -90,11 +90,11 @@ class Entry:
     """One array of a checkpoint.
 
     Attributes:
-        group: "model", "optimizer", "metrics", "held", "random", "callbacks" or "data".
+        group: "model", "optimizer", "metrics", "strategy", "own", "held", "random", "callbacks" or "data".
         name: the path of a variable, or another name.
-        value: `[*shape]`, or `[replicas, *shape]` where each replica has its own part.
+        value: `[*shape]`, or `[replicas, *shape]` if `by_replica`.
         by_replica: whether each replica has its own part.
-        elsewhere: whether another process has the value; `value` then tells its shape and dtype alone.
+        elsewhere: whether only another process has the value; `value` then has only the right shape and dtype.
     """
 
     group: str
@@ -116,10 +116,10 @@ class Entry:
 
 @dataclass(frozen=True)
 class Stored:
-    """A checkpoint, whose arrays are read from its file where they are used.
+    """A checkpoint, whose arrays are read from its file when they are used.
 
     Attributes:
-        header: all but the arrays.
+        header: everything but the arrays.
         entries: the arrays.
         file: the file, mapped into memory.
     """
@@ -129,65 +129,65 @@ class Stored:
     file: mmap.mmap | None = None
 
     def unload(self) -> None:
-        """Frees the memory of what has been read; it is read again where it is used again."""
+        """Frees the memory of the arrays that were read; they are read again when they are used again."""
         if self.file is not None:
             self.file.madvise(mmap.MADV_DONTNEED)
 
     def described(self, without: Callable[[Entry], bool]) -> dict[str, Any]:
-        """The header and the table of arrays, for `described_by`; the arrays for which `without` is true are marked."""
+        """Describes the header and the arrays for `described_by`; marks the arrays for which `without` is true."""
         rows = [_row(entry, entry.value.shape) | {"elsewhere": without(entry)} for entry in self.entries]
         return {"header": _plain(self.header), "path": str(self.header.path), "arrays": rows}
 
 
 class _DamagedError(Exception):
-    """The file is not a checkpoint, or not as it was written."""
+    """The file is not a checkpoint, or was damaged after it was written."""
 
 
 def paths(folder: Path) -> list[Path]:
-    """The checkpoints in `folder`, newest first, damaged ones included."""
-    found = [path for path in Path(folder).glob(f"step-*{SUFFIX}") if path.stem.removeprefix("step-").isdigit()]
-    return sorted(found, key=_step, reverse=True)
+    """Returns the checkpoint files in `folder`, newest first, including damaged files."""
+    checkpoints = [path for path in Path(folder).glob(f"step-*{SUFFIX}") if path.stem.removeprefix("step-").isdigit()]
+    return sorted(checkpoints, key=_step, reverse=True)
 
 
 def latest(folder: Path) -> Header | None:
-    """The header of the newest whole checkpoint, `None` if there is no checkpoint.
+    """Returns the header of the newest intact checkpoint; `None` if there is no checkpoint.
 
     Raises:
-        CheckpointError: there are checkpoints, and none of them is whole.
+        CheckpointError: there are checkpoints, and all are damaged.
     """
     stored = newest(folder)
     return stored.header if stored else None
 
 
 def newest(folder: Path, wanted: Callable[[Header], bool] = lambda header: True) -> Stored | None:
-    """The newest whole checkpoint for whose header `wanted` is true, `None` if there is none.
+    """Returns the newest intact checkpoint whose header is `wanted`; `None` if there is none.
 
     A damaged file is skipped with a warning.
 
     Raises:
-        CheckpointError: there are checkpoints, and none of them is whole.
+        CheckpointError: there are checkpoints, and all are damaged.
     """
     candidates = paths(folder)
-    whole = 0
+    intact = 0
     for path in candidates:
         try:
             stored = read(path)
         except CheckpointError as error:
-            warnings.warn(f"{error.sentence}; the one before it is used", stacklevel=2)
+            warnings.warn(f"{error.sentence}; the previous checkpoint is used", stacklevel=2)
             continue
-        whole += 1
+        intact += 1
         if wanted(stored.header):
             return stored
-    if candidates and not whole:
+    if candidates and not intact:
         raise CheckpointError(
-            f"None of the checkpoints in `{folder}` is whole: {len(candidates)} damaged",
-            "delete them to start from the beginning, or copy a whole one there",
+            f"No checkpoint in `{folder}` is intact: {len(candidates)} damaged",
+            "delete them to start from the beginning, or copy an intact checkpoint there",
         )
     return None
 
 
 def read(path: Path) -> Stored:
-    """The checkpoint in the file `path`, its checksum verified.
+    """Returns the checkpoint in the file `path`, after verifying its checksum.
 
     Raises:
         CheckpointError: it is damaged, or cannot be read.
@@ -202,11 +202,11 @@ def read(path: Path) -> Stored:
 
 
 def described_by(description: dict[str, Any]) -> Stored:
-    """The checkpoint that another process has described, with space for its arrays."""
+    """Returns a checkpoint that another process has described, with empty arrays to fill."""
     entries = []
     for row in description["arrays"]:
         shape, dtype = tuple(row["shape"]), np.dtype(row["dtype"])
-        # An array without memory of its own has a shape and a dtype too.
+        # A broadcast array has the shape and dtype without using memory.
         value = np.broadcast_to(np.zeros((), dtype), shape) if row["elsewhere"] else np.zeros(shape, dtype)
         entries.append(Entry(row["group"], row["name"], value, row["by_replica"], row["elsewhere"]))
     return Stored(Header(**description["header"], path=Path(description["path"])), entries)
@@ -224,29 +224,29 @@ def _read(path: Path) -> Stored:
         entries = [_entry(row, content[end:]) for row in parsed["arrays"]]
         return Stored(Header(**parsed["header"], path=path), entries, mapped)
     except (KeyError, TypeError, ValueError) as problem:  # the checksum is right, so tfdist did not write the file
-        raise _DamagedError(f"its header is not a checkpoint's ({problem})") from problem
+        raise _DamagedError(f"its header is not that of a checkpoint ({problem})") from problem
 
 
 def _verify(file: Any) -> None:
-    """Reads a file to its end, a little at a time."""
-    digest, left = hashlib.sha256(), file.seek(0, 2) - _DIGEST_BYTES
+    """Reads a file in small pieces, and raises `_DamagedError` if its checksum is wrong."""
+    digest, remaining = hashlib.sha256(), file.seek(0, 2) - _DIGEST_BYTES
     file.seek(0)
     if file.peek(len(_MAGIC))[: len(_MAGIC)] != _MAGIC:
-        raise _DamagedError("it does not begin as a checkpoint of this version does")
-    while left > 0 and (piece := file.read(min(_READ_BYTES, left))):
+        raise _DamagedError("it does not begin like a checkpoint of this version")
+    while remaining > 0 and (piece := file.read(min(_READ_BYTES, remaining))):
         digest.update(piece)
-        left -= len(piece)
+        remaining -= len(piece)
     if digest.digest() != file.read():
-        raise _DamagedError("its checksum is wrong, so it was cut or altered")
+        raise _DamagedError("its checksum is wrong, so it was truncated or altered")
 
 
 def write(folder: Path, header: Header, entries: list[Entry]) -> Path:
-    """Writes a checkpoint into `folder`, whole or not at all, and returns its path.
+    """Writes a checkpoint into `folder` atomically, and returns its path.
 
-    `entries` is emptied on the way, so that the memory of each array is free once it is written.
+    `entries` is emptied meanwhile, so that the memory of each array is free once it is written.
 
     Raises:
-        CheckpointError: the file system refused; the existing checkpoints are unchanged.
+        CheckpointError: the file cannot be written; the existing checkpoints are unchanged.
     """
     folder = Path(folder)
     path = folder / f"step-{header.step:08d}{SUFFIX}"
@@ -260,9 +260,9 @@ def write(folder: Path, header: Header, entries: list[Entry]) -> Path:
 
 
 def prune(folder: Path, keep: int, written: Path) -> None:
-    """Of the checkpoints in `folder` up to the one just `written`, deletes all but the newest `keep`.
+    """Deletes all but the newest `keep` of the checkpoints in `folder` up to the file just `written`.
 
-    Later ones were damaged when the run was resumed from an earlier one; whole ones must not be deleted for them.
+    Files of later steps do not count: they were damaged when the run was resumed from an earlier checkpoint.
     """
     for path in [path for path in paths(folder) if _step(path) <= _step(written)][keep:]:
         path.unlink(missing_ok=True)
@@ -279,7 +279,7 @@ def _step(path: Path) -> int:
 
 
 def _beginning(header: Header, entries: Iterable[Entry]) -> bytes:
-    """The bytes of a file up to its arrays."""
+    """Returns the bytes of a file up to its arrays."""
     offset, table = 0, []
     for entry in entries:
         value = _storable(entry)
@@ -313,7 +313,7 @@ def _storable(entry: Entry) -> np.ndarray:
 
 
 def _little_endian(value: np.ndarray) -> np.ndarray:
-    """The bytes of any dtype, bfloat16 included, which the buffer protocol does not know."""
+    """Returns the bytes of an array, even for dtypes without the buffer protocol, such as bfloat16."""
     value = np.ascontiguousarray(value).reshape(-1)
     return value.astype(value.dtype.newbyteorder("<"), copy=False).view(np.uint8)
 
@@ -349,9 +349,9 @@ def _cannot_write(folder: Path, size: int, problem: OSError) -> CheckpointError:
     free = ""
     with contextlib.suppress(OSError):
         free = f", where {shutil.disk_usage(folder).free:,} are free"
-    kept = paths(folder) if folder.is_dir() else []
-    good = f"; the last checkpoint, `{kept[0].name}`, is as it was" if kept else ""
+    existing = paths(folder) if folder.is_dir() else []
+    unchanged = f"; the last checkpoint, `{existing[0].name}`, is unchanged" if existing else ""
     return CheckpointError(
         f"A checkpoint of {size:,} bytes cannot be written to `{folder}`{free}: {problem.strerror or problem}",
-        f"make room there, or choose another folder{good}",
+        f"make room there, or choose another folder{unchanged}",
     )

@@ -1,4 +1,4 @@
-"""The states of the random generators that belong to no model: those of Python, NumPy, Keras and TensorFlow."""
+"""The states of the global random generators of Python, NumPy, Keras and TensorFlow."""
 
 from __future__ import annotations
 
@@ -16,47 +16,43 @@ from tfdist.internals.tensorflow_variables import copies
 
 
 def snapshot() -> list[Entry]:
-    """The states of all generators.
+    """Copies the states of all generators.
 
-    The state that TensorFlow's stateful operations (`tf.random.normal` and the like) keep in a graph cannot be read.
+    The state of TensorFlow's stateful operations, such as `tf.random.normal`, is part of a graph and cannot be read.
     """
     version, numbers, gauss = random.getstate()
     del version
     gauss = np.array([] if gauss is None else [gauss])
     name, key, position, has_gauss, cached = np.random.get_state(legacy=True)
-    found = [("python", np.array(numbers, "uint32")), ("python_gauss", gauss)]
+    states = {"python": np.array(numbers, "uint32"), "python_gauss": gauss}
     if name == "MT19937":
-        found += [
-            ("numpy", np.asarray(key, "uint32")),
-            ("numpy_rest", np.array([position, has_gauss, cached], "float64")),
-        ]
+        states["numpy"] = np.asarray(key, "uint32")
+        states["numpy_rest"] = np.array([position, has_gauss, cached], "float64")
     generator = keras_variables.generator_of_unseeded()
     if generator is not None:
-        found.append(("keras", copies(generator.state)[0].numpy()))
+        states["keras"] = copies(generator.state)[0].numpy()
     generator = getattr(stateful_random_ops, "global_generator", None)
     if generator is not None:
-        found += [
-            ("tensorflow", copies(generator.state)[0].numpy()),
-            ("tensorflow_kind", np.array(generator.algorithm)),
-        ]
-    return [Entry("random", name, value) for name, value in found]
+        states["tensorflow"] = copies(generator.state)[0].numpy()
+        states["tensorflow_kind"] = np.array(generator.algorithm)
+    return [Entry("random", name, value) for name, value in states.items()]
 
 
 def restore(entries: Iterable[Entry]) -> None:
     """Restores the generators from the result of `snapshot`."""
-    found = {entry.name: entry.value for entry in entries if entry.group == "random"}
-    if "keras" in found:  # before Python's, from which a new generator draws its seed
-        assign_all(keras_variables.made_generator_of_unseeded().state, found["keras"])
+    states = {entry.name: entry.value for entry in entries if entry.group == "random"}
+    if "keras" in states:  # before Python's generator, from which a new Keras generator draws its seed
+        assign_all(keras_variables.made_generator_of_unseeded().state, states["keras"])
     else:
         keras_variables.forget_generator_of_unseeded()
-    if "tensorflow" in found:
+    if "tensorflow" in states:
         if getattr(stateful_random_ops, "global_generator", None) is None:
-            generator = tf.random.Generator.from_state(found["tensorflow"], int(found["tensorflow_kind"]))
+            generator = tf.random.Generator.from_state(states["tensorflow"], int(states["tensorflow_kind"]))
             tf.random.set_global_generator(generator)
         else:
-            assign_all(tf.random.get_global_generator().state, found["tensorflow"])
-    if "numpy" in found:
-        position, has_gauss, cached = found["numpy_rest"].tolist()
-        np.random.set_state(("MT19937", found["numpy"], int(position), int(has_gauss), cached))
-    gauss = found["python_gauss"].tolist()
-    random.setstate((3, tuple(found["python"].tolist()), gauss[0] if gauss else None))
+            assign_all(tf.random.get_global_generator().state, states["tensorflow"])
+    if "numpy" in states:
+        position, has_gauss, cached = states["numpy_rest"].tolist()
+        np.random.set_state(("MT19937", states["numpy"], int(position), int(has_gauss), cached))
+    gauss = states["python_gauss"].tolist()
+    random.setstate((3, tuple(states["python"].tolist()), gauss[0] if gauss else None))

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from tfdist.checkpointing import held_variables, random_states
+from tfdist.checkpointing import random_states, untracked_variables
 from tfdist.checkpointing import state as training_state
 from tfdist.checkpointing.format import Stored
 from tfdist.errors import CheckpointError
@@ -20,8 +20,8 @@ class Position:
 
     Attributes:
         epoch: the number of the current epoch.
-        batch: the number of its steps that were taken.
-        steps_before: the steps of the run before the current epoch.
+        batch: the number of its finished steps.
+        steps_before: the number of steps of the run before the current epoch.
         step_saved: the step of the run at its last checkpoint.
     """
 
@@ -32,15 +32,15 @@ class Position:
 
     @property
     def step(self) -> int:
-        """The number of steps that the run has taken."""
+        """The number of finished steps of the run."""
         return self.steps_before + self.batch
 
     def begin_epoch(self, epoch: int, batch: int) -> None:
-        """The epoch begins, or is resumed, at batch number `batch`."""
+        """Begins an epoch, or resumes it at batch number `batch`."""
         self.epoch, self.batch = epoch, batch
 
     def end_epoch(self) -> None:
-        """The steps of the epoch are over."""
+        """Ends the current epoch."""
         self.steps_before, self.batch = self.step, 0
 
     def is_due(self, every_steps: int | None) -> bool:
@@ -48,18 +48,18 @@ class Position:
         return every_steps is not None and self.step // every_steps > self.step_saved // every_steps
 
     def until_due(self, every_steps: int, batch: int) -> int:
-        """The number of steps from batch number `batch` of the epoch to the next multiple of `every_steps`."""
+        """Returns the number of steps from batch number `batch` of the epoch to the next multiple of `every_steps`."""
         return every_steps - (self.steps_before + batch) % every_steps
 
 
 def refuse_without_variables(model: Any) -> None:
-    """Raises `CheckpointError` for a layer or optimizer without variables: they could not be restored on resuming."""
+    """Raises `CheckpointError` for a layer or optimizer without variables, since it could not be restored."""
     missing = training_state.without_variables(model)
     if missing is not None:
         raise CheckpointError(
             f"{missing} has no variables yet, so that a run of the model `{model.name}` could not be resumed",
-            "build it before `fit`: give the model an input shape, or call it on a batch; and call "
-            "`optimizer.build(variables)` of an optimizer that was not given to `compile`",
+            "build it before `fit`: give the model an input shape, or call it on a batch; for an optimizer that is not "
+            "passed to `compile`, call `optimizer.build(variables)`",
         )
 
 
@@ -67,31 +67,33 @@ def refuse_another_run(model: Any, stored: Stored, steps_per_epoch: int | None, 
     """Raises `CheckpointError` if a checkpoint has another model, another optimizer or another order of batches.
 
     Args:
-        model: the compiled model; its optimizer is built if the checkpoint has variables of it.
+        model: the compiled model; its optimizer is built if the checkpoint contains the optimizer's variables.
         stored: the checkpoint.
-        steps_per_epoch: the steps per epoch of the present run, `None` if unknown.
-        seed: the seed of its order of examples, `None` if unknown.
+        steps_per_epoch: the steps per epoch of the current run; `None` if unknown.
+        seed: the seed of the order of its examples; `None` if unknown.
     """
     header = stored.header
     hint = "resume with the model and the arguments of the run that wrote it, or use another folder"
     _build_optimizer(model, stored)
-    ours = training_state.optimizer_class(model)
-    if ours != header.optimizer:
+    optimizer = training_state.optimizer_class(model)
+    if optimizer != header.optimizer:
         raise CheckpointError(
-            f"The checkpoint `{header.path}` has the optimizer `{header.optimizer}`, and the model `{ours}`", hint
+            f"The checkpoint `{header.path}` has the optimizer `{header.optimizer}`, and the model `{optimizer}`", hint
         )
     difference = training_state.first_difference(model, stored.entries, _groups(model, stored))
-    difference = difference or held_variables.difference(model, stored.entries)
+    difference = difference or untracked_variables.difference(model, stored.entries)
     if difference is not None:
-        theirs, ours = difference
+        in_checkpoint, in_model = difference
         raise CheckpointError(
-            f"The checkpoint `{header.path}` is of another model: it has {theirs}, where the model has {ours}", hint
+            f"The checkpoint `{header.path}` is of another model: it has {in_checkpoint}, where the model has "
+            f"{in_model}",
+            hint,
         )
     for name, written, now in (
         ("steps in an epoch", header.steps_per_epoch, steps_per_epoch),
         ("as the seed of the order of examples", header.seed, seed),
     ):
-        # A run that continues within an epoch must get the same batches.
+        # A run that continues within an epoch needs the same batches.
         if header.batch and written is not None and now is not None and written != now:
             raise CheckpointError(
                 f"The checkpoint `{header.path}` was written within an epoch, with {written} {name}, and this run "
@@ -110,23 +112,24 @@ def _build_optimizer(model: Any, stored: Stored) -> None:
 def restore(model: Any, callbacks: Iterable[Any], stored: Stored, peers: Peers, send: bool) -> None:
     """Restores the variables of `model`, the states of `callbacks` and the random states from a checkpoint.
 
-    All processes must call it. `send` gives the variables to the processes besides the chief too.
+    All processes must call it. `send` broadcasts the chief's variables to the other processes.
     """
-    header, entries = stored.header, training_state.of_this(stored.entries, peers)
+    header, entries = stored.header, training_state.local_entries(stored.entries, peers)
     in_chief = training_state.assign(model, stored, entries, _groups(model, stored), peers)
     if send:
-        own = strategy_state.of(model)
-        peers.broadcast_variables([variable for variable in in_chief if not own.has_own(variable)])
+        state = strategy_state.of(model)
+        peers.broadcast_variables([variable for variable in in_chief if not state.has_own(variable)])
     training_state.assign_own(model, stored.entries, peers)
     training_state.restore_callbacks_state(callbacks, header.callbacks, entries, header.train_seconds)
-    held_variables.restore(model, entries)
+    untracked_variables.restore(model, entries)
     random_states.restore(entries)
 
 
 def _groups(model: Any, stored: Stored) -> tuple[str, ...]:
-    """The groups of variables to restore: a new epoch resets the metrics, so that the model may have other ones.
+    """Returns the groups of variables to restore.
 
-    What a strategy remembers is restored where both know such variables: another strategy begins without.
+    A new epoch resets the metrics, so that the model may have other metrics then. The state of a strategy is restored
+    if both the checkpoint and the strategy have such variables; another strategy begins without them.
     """
     known = {entry.group for entry in stored.entries}
     of_strategy = ("strategy",) if "strategy" in known and training_state.variables(model)["strategy"] else ()

@@ -1,4 +1,4 @@
-"""The checkpoints of one run in its folder, which the chief alone reads and writes."""
+"""The folder with the checkpoints of one run, which only the chief reads and writes."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from tfdist.checkpointing import format as checkpoint_format
 from tfdist.checkpointing import state
 from tfdist.checkpointing.format import Entry, Header, Stored
 from tfdist.errors import CheckpointError
-from tfdist.interface import shared_variables as variables
+from tfdist.interface import variables
 from tfdist.jobs import consensus
 from tfdist.jobs.consensus import Peers
 
@@ -18,7 +18,7 @@ class Store:
 
     Args:
         folder: the folder of one run; made by the first write.
-        keep: the number of newest files to keep.
+        keep: the number of checkpoints to keep.
     """
 
     def __init__(self, folder: Path, keep: int):
@@ -27,29 +27,30 @@ class Store:
         self._ahead: Stored | None = None
 
     def read_ahead(self) -> Stored | None:
-        """The newest whole checkpoint, on the chief; the next call of `newest` does not read it again."""
+        """Reads the newest intact checkpoint on the chief; the next call of `newest` does not read it again."""
         self._ahead = checkpoint_format.newest(self.folder)
         return self._ahead
 
     def newest(self, peers: Peers, within_epochs: bool) -> Stored | None:
-        """The chief's newest whole checkpoint, in every process; the others need no access to its disk.
+        """Returns the chief's newest intact checkpoint in every process; the others need no access to its disk.
 
-        They get all but the values that `state.assign` gives them.
+        The others get all values except those that are broadcast after `state.assign`.
 
         Args:
             peers: the processes of the job, all of which must call this method.
             within_epochs: whether a training can begin within an epoch; otherwise only ends of epochs count.
 
         Raises:
-            CheckpointError: there are checkpoints, but none is whole, or none is of an epoch's end.
+            CheckpointError: there are checkpoints, but all are damaged, or none is from an epoch's end.
         """
         stored = self._newest(within_epochs) if peers.world.is_chief else None
         if peers.world.world_size == 1:
             return stored
-        told = consensus.broadcast_from_chief(peers, stored.described(without=state.is_shared) if stored else None)
-        if told is None:
+        description = stored.described(without=state.is_shared) if stored else None
+        description = consensus.broadcast_from_chief(peers, description)
+        if description is None:
             return None
-        stored = stored or checkpoint_format.described_by(told)
+        stored = stored or checkpoint_format.described_by(description)
         for entry in stored.entries:
             if not state.is_shared(entry):
                 variables.broadcast_array(entry.value, peers.broadcast)
@@ -62,20 +63,20 @@ class Store:
         if within_epochs:
             return checkpoint_format.newest(self.folder)
         stored = checkpoint_format.newest(self.folder, lambda header: header.batch == 0)
-        if stored is None and (found := checkpoint_format.paths(self.folder)):
+        if stored is None and (paths := checkpoint_format.paths(self.folder)):
             raise CheckpointError(
-                f"Keras' own `fit`, and a model that runs eagerly, cannot resume within an epoch, and `{self.folder}` "
-                f"holds no checkpoint of an epoch's end; `{found[0].name}` is the newest",
+                f"Keras' own `fit` and eager models cannot resume within an epoch, and `{self.folder}` contains no "
+                f"checkpoint from an epoch's end; `{paths[0].name}` is the newest",
                 "train with a strategy of tfdist, or delete the checkpoints to start from the beginning",
             )
         return stored
 
     def refuse_another_run(self) -> None:
-        """Raises `CheckpointError` if the folder holds checkpoints, which a new run would replace."""
-        if found := checkpoint_format.paths(self.folder):
+        """Raises `CheckpointError` if the folder contains checkpoints, which a new run would replace."""
+        if paths := checkpoint_format.paths(self.folder):
             raise CheckpointError(
-                f"The folder `{self.folder}` already holds checkpoints, `{found[0].name}` the newest, and a new run "
-                "would replace them",
+                f"The folder `{self.folder}` already contains checkpoints, of which `{paths[0].name}` is the newest, "
+                "and a new run would replace them",
                 "resume it (`Checkpoint(..., resume=True)`, `--resume`), or use another folder",
             )
 
@@ -84,7 +85,7 @@ class Store:
         checkpoint_format.remove_temporaries(self.folder)
 
     def write(self, header: Header, entries: list[Entry]) -> Path:
-        """Writes a checkpoint, emptying `entries`, and removes the oldest ones beyond the number to keep."""
+        """Writes a checkpoint, emptying `entries`, and removes the oldest checkpoints beyond the number to keep."""
         path = checkpoint_format.write(self.folder, header, entries)
         checkpoint_format.prune(self.folder, self._keep, path)
         return path

@@ -1,8 +1,8 @@
-"""Writes checkpoints in a thread, one at a time, while the training goes on.
+"""Writes checkpoints in a background thread, one at a time, while the training continues.
 
-The interpreter waits for the thread when the program ends, and so does a process that ends itself because another
-process is gone. On SIGTERM a process of the launcher waits as long as the launcher does before it sends SIGKILL, then
-gives the write up. The checkpoints before remain, also where a process is killed.
+The interpreter waits for the thread at the end of the program, and so does a process that exits because another process
+is missing. On SIGTERM, a process of the launcher waits until shortly before the launcher sends SIGKILL, and then aborts
+the write. Earlier checkpoints remain intact, even if a process is killed.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Writer:
     """The writes of one training.
 
     Attributes:
-        written: the file that was written last, or None.
+        written: the file that was written last, or `None`.
     """
 
     def __init__(self) -> None:
@@ -34,7 +34,7 @@ class Writer:
         self._error: BaseException | None = None
 
     def start(self, write: Callable[[], Path]) -> None:
-        """Calls `write` in a thread, after the one under way."""
+        """Calls `write` in a thread, after the current write has ended."""
         self.wait()
         _wait_at_the_end()
         self._thread = threading.Thread(target=self._run, args=(write,), name="tfdist-checkpoint")
@@ -42,13 +42,13 @@ class Writer:
         self._thread.start()
 
     def wait(self) -> None:
-        """Waits for the write under way."""
+        """Waits for the current write."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None
 
     def error(self) -> CheckpointError | None:
-        """Why the last write has failed, told once; `None` if it has not, or is under way. Does not wait."""
+        """Returns the error of the last write once, without waiting; `None` if it succeeded or is in progress."""
         error, self._error = self._error, None
         if error is None or isinstance(error, CheckpointError):
             return error
@@ -57,7 +57,7 @@ class Writer:
     def _run(self, write: Callable[[], Path]) -> None:
         try:
             self.written = write()
-        except BaseException as error:  # raised in the thread that trains
+        except BaseException as error:  # the training thread raises it
             self._error = error
         finally:
             _under_way.discard(threading.current_thread())
@@ -71,7 +71,7 @@ def wait_for_all() -> None:
 
 @contextlib.contextmanager
 def finished() -> Iterator[None]:
-    """The context of a training, which ends when its writes have ended, with an error too."""
+    """The context of a training; at its end, even after an error, all writes are finished."""
     try:
         yield
     finally:
@@ -84,13 +84,13 @@ def _wait_at_the_end() -> None:
 
 
 def _finish_or_give_up(seconds: float | None) -> None:
-    """Waits for the writes of this process, which then ends; removes what is not written after some seconds."""
-    until = None if seconds is None else time.monotonic() + seconds
+    """Waits for the writes of an ending process for at most `seconds`, then removes unfinished files."""
+    deadline = None if seconds is None else time.monotonic() + seconds
     for thread in list(_under_way):
-        thread.join(None if until is None else max(0.0, until - time.monotonic()))
+        thread.join(None if deadline is None else max(0.0, deadline - time.monotonic()))
     if _under_way:
         files.remove_unfinished()
         terminal.say(
-            f"The checkpoint that was being written is given up, since it would take more than {seconds:.1f} s; "
-            "the one before remains"
+            f"Writing the last checkpoint was aborted, since it took longer than {seconds:.1f} s; the previous "
+            "checkpoint remains"
         )

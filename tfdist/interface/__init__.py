@@ -1,1 +1,1 @@
-"""What a strategy is to the loop and to the instruments, below all that uses it."""
+"""The interface of a strategy, as the training loop and the commands use it."""

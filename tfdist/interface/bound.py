@@ -1,10 +1,10 @@
-"""The error bound that a strategy states when its steps differ from those of one device by design.
+"""The error bounds of strategies whose steps differ from those of one device by design.
 
-    Averaging     after each averaging all ranks have the same weights; n steps of SGD later, with learning rate r and
-                  gradients of norm at most G, a rank is at most r * G * n away from them
-    Staleness     at most S updates of others come between the reads of a step and its own update; and each step is one
-                  update
-    Together      each step is one update, by all workers
+    Averaging            after each averaging, all ranks have the same weights; n steps of SGD later, with learning rate
+                         r and gradients of norm at most G, a rank is at most r * G * n away from these weights
+    Staleness            each step makes one update, and between a step's reads and its update there are at most S
+                         updates by other workers
+    SynchronousUpdates   all workers take each step together, and it makes one update
 
 `tfdist.verification.bounds` measures whether a strategy keeps its bound.
 """
@@ -20,7 +20,7 @@ class Bound:
     """The bound of an asynchronous strategy.
 
     Attributes:
-        equality: when its steps equal those of one device, as a sentence without its full stop.
+        equality: why its steps can equal those of one device, as a sentence without a full stop.
     """
 
     equality: ClassVar[str]
@@ -32,7 +32,7 @@ class Averaging(Bound):
 
     Attributes:
         sync_every: the number of steps from one averaging to the next; `None` averages at the end of an epoch.
-        plain: the new weights are the mean, without an outer optimizer, and are sent uncompressed.
+        plain: whether the new weights are the plain mean, without an outer optimizer or compression.
     """
 
     equality: ClassVar[str] = "averaging after each step of SGD is synchronous training"
@@ -42,10 +42,10 @@ class Averaging(Bound):
 
 @dataclass(frozen=True)
 class Staleness(Bound):
-    """Workers update common variables, each at its own pace.
+    """Workers update shared variables asynchronously.
 
     Attributes:
-        most: the largest staleness of a step, in updates; `None` states none.
+        most: the largest allowed staleness of a step, in updates; `None` for no limit.
     """
 
     equality: ClassVar[str] = "with a staleness of 0, one step runs after the other"
@@ -53,8 +53,8 @@ class Staleness(Bound):
 
 
 @dataclass(frozen=True)
-class Together(Staleness):
-    """All workers take each step together, which is one update."""
+class SynchronousUpdates(Staleness):
+    """All workers take each step together, and it makes one update."""
 
     equality: ClassVar[str] = "the workers take each step together, each with a part of the batch"
     most: int | None = 0

@@ -1,4 +1,4 @@
-"""The devices of this machine, by name or by number."""
+"""Chooses devices of this machine by name or by number."""
 
 from __future__ import annotations
 
@@ -12,14 +12,15 @@ from tfdist.internals import tensorflow as tensorflow_internals
 
 
 def choose(devices: int | Sequence[str] | None, default_cpus: int = 1) -> list[str]:
-    """The names of the devices to use, such as `GPU:0` or `CPU:1`.
+    """Returns the names of the devices to use, such as `GPU:0` or `CPU:1`.
 
     Args:
-        devices: their number or their names; `None` is all GPUs or, without a GPU, `default_cpus` logical CPU devices.
-            Without a GPU, a number makes that many logical CPU devices.
+        devices: the number of devices or their names; `None` means all GPUs or, without a GPU, `default_cpus` logical
+            CPU devices. Without a GPU, a number creates that many logical CPU devices.
+        default_cpus: the number of logical CPU devices if `devices` is `None` and there is no GPU.
 
     Raises:
-        UsageError: there are not that many devices and no more can be made.
+        UsageError: there are too few devices, and no more can be created.
     """
     if isinstance(devices, Sequence):
         names = [devices] if isinstance(devices, str) else list(devices)
@@ -33,7 +34,7 @@ def choose(devices: int | Sequence[str] | None, default_cpus: int = 1) -> list[s
 
 
 def set_threads(threads: int, operations: int | None) -> None:
-    """Lets each operation compute with `threads` threads, and so many `operations` run at the same time.
+    """Sets the number of threads per operation and, unless `None`, the number of `operations` that run in parallel.
 
     Raises:
         UsageError: `threads` is below 1, or TensorFlow has already started with another number.
@@ -58,7 +59,7 @@ def _first(kind: str, count: int, available: int) -> list[str]:
         raise UsageError(f"`devices` is {count}", "use 1 or more devices")
     if count > available:
         raise UsageError(
-            f"{count} {kind} devices were asked for, and TensorFlow has {available}",
+            f"`devices` is {count}, and TensorFlow has {available} {kind} device{'s' * (available != 1)}",
             f"use at most {available}, or create the strategy before anything else uses TensorFlow"
             if kind == "CPU"
             else f"use at most {available}",
@@ -75,7 +76,7 @@ def _existing(name: str) -> str:
 
 
 def _make_logical_cpus(count: int) -> None:
-    """Splits the CPU in logical devices, which is possible until TensorFlow first runs something."""
+    """Splits the CPU into logical devices, which is possible until TensorFlow first runs an operation."""
     if count <= 1 or tensorflow_internals.runtime_started():
         return
     cpu = tf.config.list_physical_devices("CPU")[0]

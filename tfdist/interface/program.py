@@ -1,4 +1,4 @@
-"""The inner loop, between strategies and the outer loop: a `Program` runs `Steps`, and returns an `Outcome`."""
+"""The interface of the inner loop: a `Program` runs `Steps` and returns an `Outcome`."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from typing import Any
 
 from tfdist.data.input.feed import Batches
 
-# Metrics, or what a step returns, by name.
+# Metrics, or the values that a step returns, by name.
 Logs = dict[str, Any]
 
 
 class AtNan(enum.Enum):
-    """What the inner loop does at a step after which the loss is not finite."""
+    """The reaction of the inner loop to a step after which the loss is not finite."""
 
     NOTHING = enum.auto()
-    STOP = enum.auto()  # it ends the call: a callback ends training there, and the weights are kept
-    # It finds out at the end of the call which step it was: a callback raises, and the later steps do not matter. So
-    # the host need not read the loss of each step, nor the processes exchange it.
+    STOP = enum.auto()  # the call ends after this step: a callback ends the training, and the weights are kept
+    # The call goes on and reports the step at its end: a callback raises an error, so that later steps do not matter.
+    # Hence the host need not read the loss after each step, and the processes need not communicate it.
     FIND = enum.auto()
 
 
@@ -28,8 +28,8 @@ class Outcome:
 
     Attributes:
         steps: the number of steps that ran.
-        data_ended: the call stopped because there was no further batch.
-        logs: the metrics after the last step, scalars; empty if no step ran.
+        data_ended: whether the call stopped because there was no further batch.
+        logs: the metrics after the last step, as scalars; empty if no step ran.
     """
 
     steps: int
@@ -39,17 +39,17 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Steps:
-    """The steps that a program is made for.
+    """The steps that a program runs.
 
     Attributes:
-        model: compiled and built.
+        model: a compiled and built model.
         kind: "train", "test" or "predict".
         batches: the data, as a graph reads them.
-        at_nan: what is done at the first step after which the loss is not finite.
+        at_nan: the reaction to the first step after which the loss is not finite.
         own_logs: the `tf.TensorSpec`s of the logs that a traced step returns; `None` if it returns the results of the
             metrics.
         spec: the `tf.TypeSpec`s of a global batch.
-        compares_first: the first step of a training is computed on one device too, see `tfdist.loop.first_step`.
+        compares_first: whether the first training step is also computed on one device; see `tfdist.loop.first_step`.
     """
 
     model: Any
@@ -62,15 +62,15 @@ class Steps:
 
 
 class Program:
-    """An inner loop: runs the steps of an epoch in calls of several steps."""
+    """An inner loop, which runs the steps of an epoch in calls of several steps."""
 
     def begin_epoch(self) -> None:
         """Called before the first step of an epoch."""
 
     def end_epoch(self) -> Logs:
-        """Called after the last step of an epoch; returns what is to be added to its logs."""
+        """Called after the last step of an epoch; returns additional logs of the epoch."""
         return {}
 
     def run(self, state: Any, first: int, count: int) -> Outcome:
-        """Runs up to `count` steps, the first on batch number `first` of the pass with this `state`."""
+        """Runs up to `count` steps, beginning with batch number `first` of the pass over the data in `state`."""
         raise NotImplementedError

@@ -1,10 +1,10 @@
-"""The option `speeds`: how large the parts of the replicas are, for devices of which some are faster than others.
+"""The option `speeds`: unequal batch parts for replicas on devices of different speed.
 
     speeds=None        equal parts
     speeds="3,1"       three quarters of each global batch for replica 0, a quarter for replica 1
-    speeds="auto"      measured before the first step, and the same for the whole run
+    speeds="auto"      measured before the first step, and constant for the whole run
 
-Each replica counts with its share of the examples, so that the result is that of equal parts, and of one device.
+Each replica is weighted by its share of the examples, so that the result is the same as with equal parts or one device.
 """
 
 from __future__ import annotations
@@ -23,94 +23,96 @@ from tfdist.jobs import consensus
 AUTO = "auto"
 # The parts of a batch are computed in 32 bits.
 LARGEST_SUM = 10_000
-# What `auto` measures: products of matrices of this size, for this time, after it has found how many that are.
+# "auto" multiplies matrices with this number of rows for this time.
 MATRIX_ROWS = 256
 SECONDS = 0.5
-# Measured speeds are parts of the fastest one in this many steps; those which differ by less than a tenth are equal.
-STEPS = 20
-ALIKE = 0.9
+# Measured speeds are rounded to this number of levels up to the fastest, and count as equal within this ratio.
+LEVELS = 20
+EQUAL_RATIO = 0.9
 
 
-def parsed(given: Any) -> tuple[int, ...] | str | None:
-    """The speeds that a user has written.
+def parse(option: Any) -> tuple[int, ...] | str | None:
+    """Parses the option: returns the speeds, reduced by their common divisor, or "auto" or `None`.
 
     Raises:
-        UsageError: they are neither whole numbers from 1 nor "auto".
+        UsageError: the option is neither positive integers nor "auto".
     """
-    if given is None or given == AUTO:
-        return given
-    parts = given.split(",") if isinstance(given, str) else given
+    if option is None or option == AUTO:
+        return option
+    parts = option.split(",") if isinstance(option, str) else option
     try:
-        found = [int(part) for part in parts] if isinstance(parts, Sequence) else []
+        speeds = [int(part) for part in parts] if isinstance(parts, Sequence) else []
     except ValueError:
-        found = []
-    if not found or min(found) < 1 or any(float(one) != float(part) for one, part in zip(found, parts, strict=True)):
+        speeds = []
+    if (
+        not speeds
+        or min(speeds) < 1
+        or any(float(speed) != float(part) for speed, part in zip(speeds, parts, strict=True))
+    ):
         raise UsageError(
-            f"`speeds` is `{given}`", f"write a whole number from 1 for each replica, such as `3,1`, or `{AUTO}`"
+            f"`speeds` is `{option}`", f"write a positive integer for each replica, such as `3,1`, or `{AUTO}`"
         )
-    divisor = math.gcd(*found)
-    found = [one // divisor for one in found]
-    if sum(found) > LARGEST_SUM:
-        raise UsageError(f"`speeds` is `{given}`, which adds up to more than {LARGEST_SUM:,}", "use smaller numbers")
-    return tuple(found)
+    divisor = math.gcd(*speeds)
+    speeds = [speed // divisor for speed in speeds]
+    if sum(speeds) > LARGEST_SUM:
+        raise UsageError(f"`speeds` is `{option}`, which adds up to more than {LARGEST_SUM:,}", "use smaller numbers")
+    return tuple(speeds)
 
 
-def settled(
-    wanted: tuple[int, ...] | str | None,
+def resolve(
+    speeds: tuple[int, ...] | str | None,
     peers: consensus.Peers,
     devices: Sequence[str],
     num_replicas: int,
 ) -> tuple[int, ...] | None:
-    """The speeds of all replicas of a strategy; `None` where they are equal.
+    """Returns the speeds of all replicas of a strategy; `None` if they are equal.
 
     Args:
-        wanted: as `parsed` returns it, the same in all processes.
+        speeds: the result of `parse`, which must be the same in all processes.
         peers: the processes of the job.
-        devices: of the replicas of this process.
-        num_replicas: of all processes.
+        devices: the devices of this process's replicas.
+        num_replicas: the number of replicas in all processes.
 
     Raises:
-        UsageError: they are not one per replica, or a process has several replicas.
-        DisagreementError: the processes want others.
+        UsageError: there is not one speed per replica, or a process has several replicas.
+        DisagreementError: the processes have different settings.
     """
+    text = ",".join(map(str, speeds)) if isinstance(speeds, tuple) else str(speeds)
     if peers.world.world_size > 1:
-        consensus.require_equal(peers, {"speeds": _written(wanted)})
-    if wanted is None:
+        consensus.require_equal(peers, {"speeds": text})
+    if speeds is None:
         return None
     if peers.world.world_size > 1 and len(devices) > 1:
         raise UsageError(
-            f"`speeds` is `{_written(wanted)}`, and each process has {len(devices)} devices",
+            f"`speeds` is `{text}`, and each process has {len(devices)} devices",
             "start a process for each device, or leave `speeds` out",
         )
-    found = _measured(peers, devices) if isinstance(wanted, str) else wanted
-    if len(found) != num_replicas:
+    resolved = _measured(peers, devices) if isinstance(speeds, str) else speeds
+    if len(resolved) != num_replicas:
         raise UsageError(
-            f"`speeds` is `{_written(wanted)}`, of {len(found)} replicas, and there are {num_replicas}",
+            f"`speeds` is `{text}`, which has {len(resolved)} numbers, and there are {num_replicas} replicas",
             "write one number for each replica",
         )
-    return None if len(set(found)) == 1 else found
-
-
-def _written(wanted: tuple[int, ...] | str | None) -> str:
-    return ",".join(map(str, wanted)) if isinstance(wanted, tuple) else str(wanted)
+    return None if len(set(resolved)) == 1 else resolved
 
 
 def _measured(peers: consensus.Peers, devices: Sequence[str]) -> tuple[int, ...]:
-    """The speeds of all replicas, each process measuring its own at the same time as the others."""
-    mine = [_products_per_second(device) for device in devices]
-    of_all = [one for of_each in consensus.all_gather_object(peers, mine, "measures its speed") for one in of_each]
-    fastest = max(of_all)
-    if min(of_all) >= ALIKE * fastest:
-        return (1,) * len(of_all)
-    return tuple(max(1, round(STEPS * one / fastest)) for one in of_all)
+    """Returns the speeds of all replicas; all processes measure their devices at the same time."""
+    local = [_products_per_second(device) for device in devices]
+    gathered = consensus.all_gather_object(peers, local, "measures its speed")
+    rates = [rate for of_process in gathered for rate in of_process]
+    fastest = max(rates)
+    if min(rates) >= EQUAL_RATIO * fastest:
+        return (1,) * len(rates)
+    return tuple(max(1, round(LEVELS * rate / fastest)) for rate in rates)
 
 
 def _products_per_second(device: str) -> float:
-    """How many products of matrices the device computes a second."""
+    """Measures the number of matrix products that the device computes per second."""
     with tf.device(device):
         matrix = tf.ones([MATRIX_ROWS, MATRIX_ROWS]) / MATRIX_ROWS
         product = functools.partial(_product, matrix)
-        product()  # what is made once is not measured
+        product()  # initialization is not measured
         began, products = time.perf_counter(), 0
         while time.perf_counter() - began < SECONDS:
             product()
@@ -119,5 +121,5 @@ def _products_per_second(device: str) -> float:
 
 
 def _product(matrix: tf.Tensor) -> None:
-    """Waits for the result, on whatever device."""
+    """Multiplies a matrix by itself, and waits for the result on any device."""
     tf.matmul(matrix, matrix)[0, 0].numpy()

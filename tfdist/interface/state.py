@@ -1,10 +1,10 @@
-"""What a strategy remembers of the training of a model beside the model's own variables: for checkpoints.
+"""The state that a strategy keeps for a model besides the model's own variables, for checkpoints.
 
-    shared        the same in all processes, such as the momentum of an outer rule
-    own           each process has its own values, such as the state of an optimizer that is not averaged; some are
-                  variables of the model's optimizer, of which a checkpoint has those of the chief too
+    shared        variables with the same value in all processes, such as the momentum of an outer optimizer
+    own           variables with a different value in each process, such as optimizer state that is not averaged; some
+                  belong to the model's optimizer, so that a checkpoint also has the chief's values in that place
 
-Both are lists of Keras variables that are kept with the model, and do not belong to it: `model.save` leaves them out.
+These Keras variables are attached to the model but are not part of it: `model.save` leaves them out.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from tfdist.internals.attached import Attached
 
 @dataclass(frozen=True)
 class StrategyState:
-    """What a strategy remembers for one model.
+    """The state that a strategy keeps for one model.
 
     Attributes:
-        shared: variables that are the same in all processes.
-        own: variables of which each process has its own values.
-        kept: what the strategy works with between steps, made for these variables.
-        made_for: what `kept` was made for, by ids.
+        shared: variables with the same value in all processes.
+        own: variables with a different value in each process.
+        kept: the object that the strategy works with between steps, created for these variables.
+        made_for: the ids of the objects for which `kept` was created.
     """
 
     shared: Sequence[Any] = ()
@@ -37,7 +37,7 @@ class StrategyState:
         object.__setattr__(self, "_own_ids", frozenset(map(id, self.own)))
 
     def has_own(self, variable: Any) -> bool:
-        """Whether each process has its own value of `variable`."""
+        """Whether the value of `variable` differs between processes."""
         return id(variable) in self._own_ids
 
 
@@ -46,10 +46,10 @@ _state: Attached[StrategyState] = Attached("strategy_state")
 
 
 def keep(model: Any, state: StrategyState) -> None:
-    """Keeps `state` with `model`, in place of what was kept before."""
+    """Attaches `state` to `model`, replacing any earlier state."""
     _state.set(model, state)
 
 
 def of(model: Any) -> StrategyState:
-    """What a strategy keeps with `model`."""
+    """Returns the strategy state that is attached to `model`, empty if there is none."""
     return _state.get(model) or _NOTHING

@@ -1,27 +1,27 @@
-"""The interface of a strategy: what the loop asks of it.
+"""The interface between a strategy and the training loop.
 
-Every strategy answers
+Every strategy defines
 
-    scope()                  where variables are made
-    mesh                     its replicas, which compute the step of one device; `None` if there is one replica
-    run(step)                how `step()` runs on that one replica
-    check(model)             whether a model can be trained here
+    scope()                  the context in which variables are created
+    mesh                     the replicas that compute the partitioned step; `None` for a single replica
+    run(step)                how the single replica runs `step()`
+    check(model)             raises an error for a model that cannot be trained
 
-one whose replicas are in several processes also
+A strategy with replicas in several processes also defines
 
-    exchange(message)         the messages of all processes
-    broadcast(values)         the chief's values, in all processes
-    numbers_of_all(number)    a number of each process, inside a graph
-    sum_metrics(...)          the state of metrics, summed over all replicas
-    coordinate(steps, stop)   what all processes do next; lock-step, unless it is overridden
-    guard()                   says which process is missing when one is
+    exchange(message)         gathers a message from every process
+    broadcast(values)         sends the chief's values to all processes
+    numbers_of_all(number)    gathers a number from every process, inside a graph
+    sum_metrics(...)          sums the state of metrics over all replicas
+    coordinate(steps, stop)   agrees on the next call of the inner loop
+    guard()                   names the missing process in errors
 
-and one with an algorithm of its own
+A strategy with its own algorithm also defines
 
     program(steps)           the inner loop that runs the steps
 
-What replicas exchange in a step is in `tfdist.spmd.meshes`, what users call in `tfdist.training.strategy`, and
-the loop in `tfdist.loop.outer_loop`.
+The communication between replicas within a step is in `tfdist.spmd.meshes`, the methods that users call are in
+`tfdist.training.strategy`, and the loop is in `tfdist.loop.outer_loop`.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ from tfdist.data.input.feed import Feed
 from tfdist.errors import DisagreementError, UsageError
 from tfdist.groups import Alone, ExchangeTotals, ProcessGroup, parts
 from tfdist.interface import devices as device_choice
-from tfdist.interface import shared_variables
-from tfdist.interface import speeds as speeds_of_replicas
+from tfdist.interface import speeds as replica_speeds
+from tfdist.interface import variables as variables_module
 from tfdist.interface.bound import Bound
 from tfdist.interface.program import Program, Steps
 from tfdist.interface.variables import Variables
@@ -54,9 +54,9 @@ from tfdist.spmd import Mesh, Placed
 
 
 def seed_of_random() -> int:
-    """A number that follows from the state of Python's `random`, and leaves it as it is.
+    """Returns a seed derived from the state of Python's `random`, without changing that state.
 
-    So the weights that Keras draws next are those that it would draw without the strategy.
+    Keras therefore initializes the next weights exactly as it would without a strategy.
     """
     copy = random.Random()
     copy.setstate(random.getstate())
@@ -66,20 +66,20 @@ def seed_of_random() -> int:
 BLOCKS = "blocks"
 
 
-def parsed_recompute(given: Any) -> str | tuple[str, ...] | None:
-    """The option `recompute` of a strategy: `None`, "blocks", or the names of layers, also with commas between.
+def parse_recompute(option: Any) -> str | tuple[str, ...] | None:
+    """Parses the option `recompute`: `None`, "blocks", or layer names as a sequence or separated by commas.
 
     Raises:
-        UsageError: it is something else.
+        UsageError: the option has another form.
     """
-    if given is None or given == BLOCKS:
-        return given
-    names = given.split(",") if isinstance(given, str) else given
+    if option is None or option == BLOCKS:
+        return option
+    names = option.split(",") if isinstance(option, str) else option
     if isinstance(names, Sequence) and names and all(isinstance(name, str) and name.strip() for name in names):
         return tuple(name.strip() for name in names)
     raise UsageError(
-        f"`recompute` is `{given}`",
-        f'use "{BLOCKS}", or the names of the layers whose outputs are held, or leave it out',
+        f"`recompute` is `{option}`",
+        f'use "{BLOCKS}", or the names of the layers whose outputs are kept, or leave it out',
     )
 
 
@@ -91,36 +91,37 @@ class Strategy:
     """Trains, evaluates and predicts with a compiled Keras model on this strategy's replicas.
 
     Args:
-        devices: the number of devices, or their names, such as `"GPU:1"` or `["CPU:0", "CPU:1"]`; `None` is all GPUs
+        devices: the number of devices, or their names, such as `"GPU:1"` or `["CPU:0", "CPU:1"]`; `None` uses all GPUs
             that the strategy can use or, without a GPU, `default_cpus` logical CPU devices.
-        seed: the order of the examples follows from it and the epoch; `None` takes one from the state of Python's
-            `random` at the first `fit`, which `keras.utils.set_random_seed` makes repeatable; a run that is resumed
-            takes the seed of its checkpoint.
-        threads: the number of CPU threads that compute one operation; `None` leaves it to TensorFlow, which takes all
-            cores. Small steps are faster with one. TensorFlow fixes the number when it first computes.
-        fused: update each variable with one kernel where the optimizer allows.
-        steps_per_call: the largest number of steps in one call of the inner loop; `None` chooses it by the clock.
-        device_data_bytes: arrays of examples up to this size are copied to each device once, and a replica gathers its
-            examples there; of larger ones the host gathers the parts, and copies each to its device ahead of its use.
-            `None` is 256 MiB on GPUs; on CPUs, which share the memory of the host, arrays are read where they are.
-        recompute: "blocks", or the names of the layers whose outputs are held: what is computed between them is
-            computed again in the backward pass, which takes less memory and more time. See docs/memory.md.
-        batch_norm: "global" normalizes over the global batch, as one device does; "per_replica" over the examples of
-            each replica, as `tf.distribute` and DistributedDataParallel do, without an exchange per layer. Layers with
-            `synchronized=True`, masks or `renorm` stay global.
-        compare_first_step: compute the first step of a training on one device too, and warn of a difference, which is
-            a fault of tfdist. See `tfdist.loop.first_step`, and docs/contract.md.
-        job_settings: settings that must be the same in all processes of the job, if there are several.
+        seed: determines the order of the examples together with the epoch; `None` derives a seed from the state of
+            Python's `random` at the first `fit`, so that `keras.utils.set_random_seed` makes it repeatable. A resumed
+            run uses the seed of its checkpoint.
+        threads: the number of CPU threads per operation; `None` leaves it to TensorFlow, which uses all cores. Small
+            steps are faster with one thread. TensorFlow fixes the number when it first runs an operation.
+        fused: update each variable with one fused kernel where the optimizer allows it.
+        steps_per_call: the largest number of steps per call of the inner loop; `None` chooses it from the measured
+            step time.
+        device_data_bytes: arrays of examples up to this size are copied to each device once, and every replica gathers
+            its examples there. For larger arrays, the host gathers each replica's part and prefetches it to the
+            device. `None` means 256 MiB on GPUs; CPU devices read the arrays directly from host memory.
+        recompute: "blocks", or the names of the layers whose outputs are kept: activations between them are recomputed
+            in the backward pass, which takes less memory and more time. See docs/memory.md.
+        batch_norm: "global" normalizes over the global batch, as one device does; "per_replica" normalizes over the
+            examples of each replica, as `tf.distribute` and DistributedDataParallel do, without communication per
+            layer. Layers with `synchronized=True`, masks or `renorm` stay global.
+        compare_first_step: also compute the first training step on one device, and warn if it differs, which would be
+            a bug in tfdist. See `tfdist.loop.first_step` and docs/contract.md.
+        job_settings: settings that must be equal in all processes of the job.
     """
 
     name: ClassVar[str]
     default_cpus: ClassVar[int] = 1
-    one_device: ClassVar[bool] = False  # it trains on one device, also where there are several GPUs
-    as_one_device: bool = True  # N replicas compute what one device does
-    seconds_per_call: ClassVar[float] = 0.5  # of the inner loop, while no callback asks for shorter calls
-    speeds: tuple[int, ...] | None = None  # of the replicas, where they differ
-    steps_at_once: int = 1  # of workers that do not wait for each other, in this process
-    parallel_steps: int = 10  # the largest number of steps that the inner loop runs at the same time
+    one_device: ClassVar[bool] = False  # trains on one device, even if there are several GPUs
+    as_one_device: bool = True  # the replicas compute the same step as one device
+    seconds_per_call: ClassVar[float] = 0.5  # duration of an inner-loop call, unless a callback needs shorter calls
+    speeds: tuple[int, ...] | None = None  # the relative speeds of the replicas; `None` if they are equal
+    steps_at_once: int = 1  # the number of workers in this process that run without waiting for each other
+    parallel_steps: int = 10  # the largest number of steps that the inner loop runs in parallel
 
     def __init__(
         self,
@@ -140,7 +141,7 @@ class Strategy:
             raise UsageError(f"`device_data_bytes` is {device_data_bytes}", "use 0 or more, or leave it out")
         if steps_per_call is not None and steps_per_call < 1:
             raise UsageError(f"`steps_per_call` is {steps_per_call}", "use 1 or more, or leave it out")
-        self.recompute = parsed_recompute(recompute)
+        self.recompute = parse_recompute(recompute)
         self.world = World()
         self.group: ProcessGroup = Alone()
         self.variables = Variables()
@@ -149,7 +150,8 @@ class Strategy:
         self.fused = fused
         self.steps_per_call = steps_per_call
         self.batch_norm = batch_norm
-        self.compare_first_step = compare_first_step and batch_norm == "global"  # it differs by choice
+        # With per-replica batch normalization the step differs from that of one device by design.
+        self.compare_first_step = compare_first_step and batch_norm == "global"
         self.device_data_bytes = device_data_bytes
         self.threads = threads
         if threads is not None:
@@ -162,7 +164,7 @@ class Strategy:
             raise UsageError(
                 f"`batch_norm` is `{batch_norm}`, and `{self.name}` does not divide a batch among replicas that "
                 "compute one step",
-                "leave it out: each replica normalizes over the whole batch that it is given",
+                "leave it out: each replica normalizes over the whole batch that it receives",
             )
         if self.world.world_size > 1 and job_settings:
             consensus.require_equal(self, job_settings)
@@ -170,20 +172,19 @@ class Strategy:
     def __init_subclass__(cls, **named: Any):
         super().__init_subclass__(**named)
         if "scope" in vars(cls):
-            cls.scope = _noted(vars(cls)["scope"])  # type: ignore[assignment]
+            cls.scope = _marking_models(vars(cls)["scope"])  # type: ignore[assignment]
 
     def divide_by_speeds(self, speeds: str | Sequence[int] | None) -> None:
         """Divides global batches in proportion to `speeds`, see `tfdist.interface.speeds`; for constructors."""
-        wanted = speeds_of_replicas.parsed(speeds)
-        self.speeds = speeds_of_replicas.settled(wanted, self, self.devices, self.num_replicas)
+        self.speeds = replica_speeds.resolve(replica_speeds.parse(speeds), self, self.devices, self.num_replicas)
         if self.speeds is not None and self.world.world_size > 1:
             self.world = dataclasses.replace(self.world, speeds=self.speeds)
 
     def set_up(self) -> None:
-        """Makes what the strategy needs once its devices are known."""
+        """Completes the strategy; called once its devices are known."""
 
     def choose_devices(self, wanted: int | str | Sequence[str] | None) -> list[str]:
-        """The names of the devices that the replicas of this process run on."""
+        """Returns the names of the devices on which the replicas of this process run."""
         chosen = device_choice.choose(1 if self.one_device and wanted is None else wanted, self.default_cpus)
         if self.one_device and len(chosen) != 1:
             raise UsageError(
@@ -194,12 +195,12 @@ class Strategy:
 
     @property
     def metrics_by_process(self) -> bool:
-        """Whether each process has its own part of a metric's state, in an ordinary variable."""
+        """Whether each process keeps its own part of a metric's state, in an ordinary variable."""
         return self.variables.in_parts
 
     @property
     def bound(self) -> Bound | None:
-        """What the strategy states of steps that are not those of one device; `None` if it states nothing."""
+        """The error bound that `verify` checks for an asynchronous strategy; `None` if there is none."""
         return None
 
     @property
@@ -214,32 +215,33 @@ class Strategy:
 
     @property
     def replica_devices(self) -> list[str]:
-        """The device on which each replica of this process begins, and reads its part of the batch."""
+        """The devices on which the replicas of this process read their parts of a batch."""
         return self.devices
 
     @property
     def servers(self) -> Mapping[str, str]:
-        """The addresses, by name, of processes that compute for this one and run no loop of their own."""
+        """The addresses, by name, of processes that compute for this process and run no loop themselves."""
         return {}
 
     def scope(self) -> contextlib.AbstractContextManager[Any]:
-        """The context in which a model and its optimizer are made and compiled."""
+        """The context in which a model and its optimizer are created and compiled."""
         return self.variables.scope()
 
     def sum_metrics(self, variables: Sequence[Any], name: str) -> list[tf.Tensor]:
-        """The sums over all replicas of `variables`, the state of metrics, of which each replica may have a part.
+        """Sums `variables`, the state of metrics, over all replicas.
 
-        Called in the strategy's scope, inside a graph or outside; `name` tells the sum from others of the same step.
+        Called in the strategy's scope, inside or outside a graph. `name` identifies the collective operation within a
+        step.
         """
         return self.variables.sum_metrics(self.group, variables, name)
 
     def on_this_process(self) -> Strategy:
-        """A strategy of one replica, on the first device of this process."""
+        """Returns a strategy with one replica, on the first device of this process."""
         return OnThisProcess(self)
 
     @property
     def alone(self) -> bool:
-        """Whether there is one replica, which exchanges nothing with others."""
+        """Whether there is a single replica, which communicates with no other replica."""
         return self.mesh is None and self.num_replicas == 1
 
     def runs_eagerly(self, model: Any) -> bool:
@@ -248,14 +250,14 @@ class Strategy:
 
     @property
     def single_threaded(self) -> bool:
-        """Whether one thread computes everything, so that handing operations to other threads gains nothing."""
-        # Other threads bring data to a device that does not read them where they are, on the first CPU device.
+        """Whether one thread computes everything, so that scheduling operations on other threads gains nothing."""
+        # Only the first CPU device reads the data directly from memory; for other devices, other threads copy them.
         on_one_cpu = self.num_replicas == 1 and self.devices[0] == "CPU:0" and self.device_data_bytes is None
         return on_one_cpu and tf.config.threading.get_intra_op_parallelism_threads() == 1
 
     @property
     def mesh(self) -> Mesh | None:
-        """The replicas that compute the partitioned step of one device; `None` if it does not partition steps."""
+        """The replicas that compute the partitioned step; `None` if the strategy does not partition steps."""
         return None
 
     def tracing(self, model: Any) -> contextlib.AbstractContextManager[Any]:
@@ -263,49 +265,52 @@ class Strategy:
         return self.variables.tracing(model)
 
     def place_of_update(self, optimizer: Any) -> Callable[[tf.Variable], tf.Variable | None]:
-        """Where a kernel of `optimizer` updates a variable; returns `None` for the variable itself."""
+        """Returns a function that maps a variable to the one that a fused kernel of `optimizer` updates in its place.
+
+        The function returns `None` where the kernel updates the variable itself.
+        """
         del optimizer
         return lambda variable: None
 
     def variables_in_parts(self, model: Any) -> Mapping[int, Placed]:
-        """What replicas have in place of variables that a step uses, see `tfdist.spmd.compute`."""
+        """Returns the shards that replace variables in a step of `model`; see `tfdist.spmd.compute`."""
         del model
         return {}
 
     def keep_whole(self, model: Any, handles: Collection[int]) -> None:
-        """Gives every process the whole of those `variables_in_parts` of which a step needs the whole."""
+        """Gives every process the whole of those `variables_in_parts` that a step needs whole, by their `handles`."""
 
     def run(self, step: Step) -> Any:
-        """The result of `step()`, called where the only replica of this process computes, inside a graph."""
+        """Returns `step()`, computed on the device of this process's only replica; called inside a graph."""
         with tf.device(self.devices[0]):
             return step()
 
     def unseeded(self) -> Any:
-        """The seed generator for draws of Keras without a seed, made outside of graphs; `None` for Keras' own."""
+        """Returns the generator for Keras' unseeded draws, created outside of graphs; `None` for Keras' own."""
         return None
 
     def exchange(self, message: bytes) -> list[bytes]:
-        """The messages of all processes of the job, by rank; all processes must call it."""
+        """Returns the messages of all processes of the job, by rank; all processes must call it."""
         return self.group.exchange(message)
 
     def exchanged(self) -> ExchangeTotals | None:
-        """What this process has exchanged with others so far; `None` where nobody counts it."""
+        """Returns the traffic of this process so far; `None` if it is not counted."""
         return self.group.exchanged() if self.world.world_size > 1 else None
 
     def coordinate(self, steps: int, stop: bool) -> tuple[int, bool]:
-        """What all processes do next, asked before each call of the inner loop, which all then run alike.
+        """Agrees with all processes on the next call of the inner loop.
 
         A strategy whose processes do not run in lock-step overrides it.
 
         Args:
-            steps: how many steps this process would run.
+            steps: the number of steps that this process wants to run.
             stop: whether a callback of this process wants to stop.
 
         Returns:
-            The smallest number of steps that a process asks for, and whether any process wants to stop.
+            The smallest number of steps that a process wants, and whether any process wants to stop.
 
         Raises:
-            DisagreementError: the processes were given different batches.
+            DisagreementError: the processes received different batches.
         """
         if self.world.world_size == 1:
             return steps, stop
@@ -313,67 +318,64 @@ class Strategy:
         try:
             return consensus.next_call(self, steps, stop, str(fingerprint))
         except DisagreementError:
-            fingerprint.reset()  # what differed is told, and a later call has other data
+            fingerprint.reset()  # the error reports the difference, and a later call has other data
             raise
 
     def numbers_of_all(self, number: tf.Tensor) -> tf.Tensor:
-        """The `number` of each process, an int32 scalar, by rank: int32 `[world_size]`; inside a graph or outside."""
+        """All-gathers `number`, an int32 scalar: int32 `[world_size]`, by rank; inside or outside a graph."""
         return self.group.numbers_of_all(number)
 
     def placed(self, feed: Feed) -> Feed:
-        """`feed` as the replicas of this strategy read it."""
+        """Returns `feed` as the replicas of this strategy read it."""
         return device_feed.placed(feed, self.replica_devices, self.world.rank, self.division, self.device_data_bytes)
 
-    def before_training(self, model: Any, feed: Feed) -> None:
-        """Called by `fit` before the first step; `feed` has the batches of the training."""
-
     def program(self, steps: Steps) -> Program:
-        """The inner loop that runs `steps`."""
+        """Returns the inner loop that runs `steps`."""
         raise NotImplementedError
 
     def broadcast(self, values: np.ndarray) -> np.ndarray:
-        """The chief's `values`, `[n]` uint8, in all processes; each calls it with as many of its own."""
+        """Broadcasts the chief's `values`, `[n]` uint8; each process passes an array of this length."""
         return self.group.broadcast_bytes(values) if self.group.size > 1 else values
 
     def broadcast_variables(self, variables: Sequence[Any], unless_equal: bool = False) -> None:
-        """Gives Keras `variables` the chief's values in every process, but those of which each has a part.
+        """Broadcasts the chief's values of Keras `variables`, except for variables that are sharded over the processes.
 
         Args:
-            variables: of this process.
-            unless_equal: compare checksums first, and send nothing if they are equal: for variables that were just
-                made, which most often are the same everywhere and are sent before the first step in any case.
+            variables: the variables of this process.
+            unless_equal: compare checksums first, and send nothing if they are equal. New variables usually have the
+                same values in all processes, and are broadcast before the first step in any case.
 
         Raises:
-            DisagreementError: the processes have variables of different shapes or dtypes.
+            DisagreementError: the variables of the processes have different shapes or dtypes.
         """
         if self.world.world_size > 1:
-            consensus.require_equal_variables(self, shared_variables.described(variables))
+            consensus.require_equal_variables(self, variables_module.described(variables))
             whole = [variable for variable in variables if parts.part_of(variable) is None]
             if unless_equal:
-                mine = shared_variables.checksum(whole)
-                if len(set(consensus.all_gather_object(self, mine, "compares its variables"))) == 1:
+                checksum = variables_module.checksum(whole)
+                if len(set(consensus.all_gather_object(self, checksum, "compares its variables"))) == 1:
                     return
-            shared_variables.broadcast_variables(whole, self.broadcast, self.world.is_chief)
+            variables_module.broadcast_variables(whole, self.broadcast, self.world.is_chief)
 
     def build_optimizer(self, model: Any, optimizer: Any, variables: Sequence[Any]) -> None:
-        """Makes the variables of an `optimizer` of `model` that updates `variables`."""
+        """Creates the variables of an `optimizer` of `model` that updates `variables`."""
         del model
         optimizer.build(list(variables))
 
     def divide_optimizers(self, model: Any) -> None:
-        """Called before the steps of a built `model` are traced, by a strategy that divides what optimizers hold."""
+        """Shards the optimizer state of a built `model`, if the strategy does; called before its steps are traced."""
 
     def is_divided(self, optimizer: Any) -> bool:
-        """Whether `divide_optimizers` or `build_optimizer` has divided `optimizer`, whose variables are plain then."""
+        """Whether the state of `optimizer` was sharded, so that its variables are plain `tf.Variable`s."""
         del optimizer
         return False
 
     def finalize_variables(self, model: Any) -> None:
-        """What the optimizer of `model` does to its variables at the end of a training."""
+        """Lets the optimizer of `model` finalize its variables at the end of training."""
         model.optimizer.finalize_variable_values(model.trainable_weights)
 
-    def begin_anew(self, model: Any) -> None:
-        """Called before a checkpoint within an epoch: the next step is that of a training which is resumed from it."""
+    def before_checkpoint(self, model: Any) -> None:
+        """Called before a checkpoint within an epoch; the next step must be the one that a resumed run would take."""
 
     def whole_state(self, model: Any) -> contextlib.AbstractContextManager[Any]:
         """The context in which the chief can save `model` with its optimizers; all processes must enter it."""
@@ -381,31 +383,31 @@ class Strategy:
         return contextlib.nullcontext()
 
     def guard(self) -> contextlib.AbstractContextManager[Any]:
-        """The context of all work of several processes; its errors say which process is missing."""
+        """The context of all work that involves several processes; errors raised in it name the missing process."""
         return contextlib.nullcontext()
 
     def check_callbacks(self, callbacks: Iterable[Any]) -> None:
-        """Raises `UsageError` when one of `callbacks` cannot be used with this strategy."""
+        """Raises `UsageError` if one of `callbacks` cannot be used with this strategy."""
 
     def check(self, model: Any) -> None:
-        """Raises `UsageError` when `model` cannot be trained by this strategy."""
+        """Raises `UsageError` if this strategy cannot train `model`."""
         self.variables.check(model, self.is_divided)
 
     def stages_of(self, model: Any) -> list[dict[str, Any]]:
-        """The device, layers and parameters of each stage of `model`, for the run's record; empty if it is not cut."""
+        """Returns the device, layers and parameters of each pipeline stage of `model`; empty without stages."""
         del model
         return []
 
     def options(self) -> dict[str, Any]:
-        """The options in effect, for the run's record."""
+        """Returns the options in effect, for the run's record."""
         recompute = list(self.recompute) if isinstance(self.recompute, tuple) else self.recompute
-        own: dict[str, Any] = {"devices": self.devices, "threads": self.threads, "fused": self.fused, "seed": self.seed}
-        own |= {"batch_norm": self.batch_norm, "recompute": recompute}
-        return own | {"speeds": self.speeds and list(self.speeds)}
+        options = {"devices": self.devices, "threads": self.threads, "fused": self.fused, "seed": self.seed}
+        speeds = self.speeds and list(self.speeds)
+        return options | {"batch_norm": self.batch_norm, "recompute": recompute, "speeds": speeds}
 
 
 class OnThisProcess(Strategy):
-    """One replica, on the first device of another strategy, with that strategy's options."""
+    """One replica on the first device of another strategy, with that strategy's options."""
 
     batch_norm = "global"
 
@@ -417,12 +419,12 @@ class OnThisProcess(Strategy):
         self.device_data_bytes = strategy.device_data_bytes
         self.recompute = strategy.recompute
         self.seed, self.seed_is_given, self.seed_is_settled = strategy.seed, strategy.seed_is_given, True
-        # Variables that are made while it runs must be the same in all processes.
+        # Variables that are created while it runs must be equal in all processes.
         self.broadcast_variables = strategy.broadcast_variables  # type: ignore[method-assign]
 
 
-def _noted(scope: Callable[[Any], contextlib.AbstractContextManager[Any]]) -> Callable[[Any], Any]:
-    """A method `scope` whose context marks the models that are made in it, see `keras_routes.Scope`."""
+def _marking_models(scope: Callable[[Any], contextlib.AbstractContextManager[Any]]) -> Callable[[Any], Any]:
+    """Wraps a method `scope` so that its context marks the models created in it; see `keras_routes.Scope`."""
 
     @functools.wraps(scope)
     def method(strategy: Any) -> contextlib.AbstractContextManager[Any]:

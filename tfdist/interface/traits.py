@@ -1,10 +1,10 @@
-"""Traits: what commands must know of a strategy before they start processes, and before TensorFlow is imported.
+"""Traits: the properties of a strategy that commands need before they start processes or import TensorFlow.
 
-The file of a strategy states its traits in one assignment of constants, which is read from the source:
+The file of a strategy assigns its traits once, as constants, which are read from the source:
 
     TRAITS = Traits(processes=True, elastic=True)
 
-A strategy without `TRAITS` trains in one process and needs no other package.
+A strategy without `TRAITS` trains in one process and needs no additional package.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ class Traits:
     """The traits of a strategy.
 
     Attributes:
-        processes: its replicas are in several processes.
-        servers: some of its processes are parameter servers.
-        elastic: its workers may come and go while a job runs.
-        mpi: its processes are started by `mpirun`.
-        asynchronous: its steps are not those of one device, by design.
-        package: a Python package that it needs and that tfdist otherwise does without.
+        processes: whether its replicas run in several processes.
+        servers: whether some of its processes are parameter servers.
+        elastic: whether workers may join and leave a running job.
+        mpi: whether `mpirun` starts its processes.
+        asynchronous: whether its steps differ from those of one device by design.
+        package: an optional Python package that it needs.
     """
 
     processes: bool = False
@@ -36,12 +36,12 @@ class Traits:
 
 
 def read(path: Path) -> Traits:
-    """The traits that the source file of a strategy assigns to `TRAITS`; the file is not run."""
+    """Returns the traits that the source file of a strategy assigns to `TRAITS`, without running the file."""
     for node in ast.parse(path.read_text(encoding="utf-8")).body:
         if (
             isinstance(node, ast.Assign)
             and isinstance(node.value, ast.Call)
             and any(isinstance(target, ast.Name) and target.id == "TRAITS" for target in node.targets)
         ):
-            return Traits(**{str(one.arg): ast.literal_eval(one.value) for one in node.value.keywords})
+            return Traits(**{str(trait.arg): ast.literal_eval(trait.value) for trait in node.value.keywords})
     return Traits()

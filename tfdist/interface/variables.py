@@ -1,24 +1,41 @@
-"""Where the variables of a model are, which is a part of each strategy."""
+"""The variables of a model: where a strategy places them, and how all processes get the chief's values.
+
+Values are broadcast as bytes, so that every dtype arrives bit by bit. Small variables are packed into one message and
+large ones are sent in pieces, so that no process needs more memory than one message takes.
+
+Synopsis:
+
+    >>> import tensorflow as tf
+    >>> weight = tf.Variable([1.0, 2.0])
+    >>> broadcast_variables([weight], lambda values: values, is_chief=True)
+"""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+import zlib
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 
-from tfdist.groups import ProcessGroup
+from tfdist.groups import ProcessGroup, parts
 from tfdist.groups.packing import summed
+from tfdist.internals import tensorflow_variables
 from tfdist.internals.keras import tf_variable
+from tfdist.internals.tensorflow_variables import PIECE_BYTES, filled, memory, read, size_bytes
+
+# Broadcasts the chief's bytes, uint8 `[n]`; every process passes an array of this length.
+Broadcast = Callable[[np.ndarray], np.ndarray]
 
 
 class Variables:
-    """Ordinary variables, one copy in each process.
+    """Ordinary variables, with one copy in each process.
 
     Args:
-        device: where they are made; `None` leaves it to TensorFlow.
-        in_parts: each process of a job has its part of a metric's state, and the state is the sum of the parts.
+        device: the device of the variables; `None` leaves the choice to TensorFlow.
+        in_parts: whether each process of a job keeps its own part of a metric's state, which is the sum of the parts.
     """
 
     def __init__(self, device: str | None = None, *, in_parts: bool = False):
@@ -26,7 +43,7 @@ class Variables:
         self.in_parts = in_parts
 
     def scope(self) -> contextlib.AbstractContextManager[Any]:
-        """The context in which a model and its optimizer are made and compiled."""
+        """The context in which a model and its optimizer are created and compiled."""
         return contextlib.nullcontext() if self._device is None else tf.device(self._device)
 
     def tracing(self, model: Any) -> contextlib.AbstractContextManager[Any]:
@@ -40,14 +57,78 @@ class Variables:
         return contextlib.nullcontext()
 
     def check(self, model: Any, is_divided: Any) -> None:
-        """Raises `UsageError` for a model that was not made in the scope.
+        """Raises `UsageError` for a model that was not created in the scope.
 
         Args:
-            model: compiled.
-            is_divided: whether the strategy has divided an optimizer, whose variables are plain then.
+            model: a compiled model.
+            is_divided: returns whether the strategy has sharded an optimizer, whose variables are then plain.
         """
 
     def sum_metrics(self, group: ProcessGroup, variables: Sequence[Any], name: str) -> list[tf.Tensor]:
-        """The sums over all replicas of `variables`, the state of metrics; `name` identifies the exchange."""
+        """Sums `variables`, the state of metrics, over all replicas; `name` identifies the collective operation."""
         values = [tf.convert_to_tensor(tf_variable(variable)) for variable in variables]
         return summed(group, values, name) if self.in_parts and group.size > 1 else values
+
+
+def broadcast_variables(variables: Iterable[Any], broadcast: Broadcast, is_chief: bool) -> None:
+    """Assigns the chief's values to Keras or TensorFlow `variables`."""
+    for pack in tensorflow_variables.packs(variables, PIECE_BYTES):
+        if size_bytes(pack[0][0]) > PIECE_BYTES:
+            _broadcast_large(pack[0], broadcast, is_chief)
+        else:
+            _broadcast_pack(pack, broadcast, is_chief)
+
+
+def _broadcast_large(copies: Sequence[Any], broadcast: Broadcast, is_chief: bool) -> None:
+    if is_chief:
+        broadcast_array(read(copies[0]), broadcast)
+    else:
+        with filled(copies[0]) as content:
+            broadcast_array(content, broadcast)
+    for copy in copies[1:]:
+        tensorflow_variables.fill(copy, read(copies[0]))
+
+
+def _broadcast_pack(pack: Sequence[Sequence[Any]], broadcast: Broadcast, is_chief: bool) -> None:
+    ends = np.cumsum([size_bytes(copies[0]) for copies in pack])
+    if not ends[-1]:
+        return
+    message = np.concatenate([memory(read(copies[0])) for copies in pack]) if is_chief else np.zeros(ends[-1], np.uint8)
+    for copies, piece in zip(pack, np.split(broadcast(message), ends[:-1]), strict=True):
+        values = piece.view(copies[0].dtype.as_numpy_dtype).reshape(copies[0].shape)
+        for variable in copies[is_chief:]:
+            variable.assign(values)
+
+
+def checksum(variables: Iterable[Any]) -> int:
+    """Returns the CRC-32 of the values."""
+    crc = 0
+    for variable in variables:
+        crc = zlib.crc32(memory(read(tensorflow_variables.copies(variable)[0])).data, crc)
+    return crc
+
+
+def divide(variable: Any, whole: np.ndarray | None, broadcast: Broadcast) -> None:
+    """Gives each process its part (`tfdist.groups.parts`) of a variable, whose `whole` value only the chief has."""
+    (local,) = tensorflow_variables.copies(variable)
+    value = np.empty(parts.whole_shape(variable), local.dtype.as_numpy_dtype) if whole is None else whole
+    value = np.ascontiguousarray(value)
+    broadcast_array(value, broadcast)
+    parts.fill(variable, value)
+
+
+def described(variables: Iterable[Any]) -> list[str]:
+    """Returns the dtype and shape of each variable, such as "float32 [4,3]"; for a part, the shape of the whole."""
+    return [
+        tensorflow_variables.in_words(tensorflow_variables.copies(variable)[0].dtype, parts.whole_shape(variable))
+        for variable in variables
+    ]
+
+
+def broadcast_array(array: np.ndarray, broadcast: Broadcast) -> None:
+    """Fills a C-contiguous `array` with the chief's values; the chief's array may be read-only."""
+    flat = memory(array)
+    for begin in range(0, len(flat), PIECE_BYTES):
+        values = broadcast(flat[begin : begin + PIECE_BYTES])
+        if flat.flags.writeable:
+            flat[begin : begin + PIECE_BYTES] = values

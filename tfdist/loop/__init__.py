@@ -1,1 +1,1 @@
-"""The training loop, and what makes its steps on several replicas equal to those of one device."""
+"""The training loop, and the programs that make steps on several replicas equal to steps on one device."""

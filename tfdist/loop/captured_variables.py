@@ -1,7 +1,7 @@
-"""The variables that a step uses, and Keras does not know: the `tf.Variable`s of layers, closures and scripts.
+"""The variables that a step uses and Keras does not track: the `tf.Variable`s of layers, closures and scripts.
 
-Among them are the states of TensorFlow's random generators, some of which begin with another number in each process.
-They are known once a step is traced, from what its graph captures.
+Among them are the states of TensorFlow's random generators, some of which start differently in each process. They are
+known once a step is traced, since its graph captures them.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ import tensorflow as tf
 
 from tfdist.checkpointing import state as training_state
 from tfdist.interface import state as strategy_state
-from tfdist.interface.shared_variables import broadcast_array
 from tfdist.interface.strategy import Strategy
+from tfdist.interface.variables import broadcast_array
 from tfdist.internals import tensorflow_functions, tensorflow_variables
 from tfdist.internals.attached import Attached
 from tfdist.jobs import consensus
@@ -25,72 +25,72 @@ _captured: Attached[dict[int, tf.Tensor]] = Attached("captured_variables")  # th
 
 
 class CapturedVariable:
-    """A variable that a graph captures, by its handle."""
+    """A variable that a graph captures by its handle."""
 
     def __init__(self, handle: tf.Tensor):
         self._handle = handle
 
     def numpy(self) -> np.ndarray:
-        """A copy of its value."""
+        """Returns a copy of the value."""
         return tensorflow_functions.value(self._handle)
 
     def assign(self, value: Any) -> None:
-        """Sets its value."""
+        """Sets the value."""
         tensorflow_functions.set_value(self._handle, value)
 
 
 def of_graph(strategy: Strategy, model: Any, graph: Any) -> list[tf.Tensor]:
-    """The handles of the variables that the graph of a step of `model` captures, and Keras does not know.
+    """Returns the handles of the variables that the graph of a step of `model` captures and Keras does not track.
 
-    Those of which each process has its own, such as the earlier weights of a stage, are not among them.
+    Variables that differ between processes by design, such as the earlier weights of a stage, are left out.
     """
     mesh = strategy.mesh
-    kept = [*itertools.chain(*training_state.variables(model).values()), *strategy_state.of(model).own]
-    with strategy.tracing(model):  # which knows variables as the traced step does
-        known = {id(tensorflow_variables.copies(one)[0].handle) for one in kept}
+    tracked = [*itertools.chain(*training_state.variables(model).values()), *strategy_state.of(model).own]
+    with strategy.tracing(model):  # selects the same copies as the traced step
+        known = {id(tensorflow_variables.copies(variable)[0].handle) for variable in tracked}
     known |= set(strategy.variables_in_parts(model))
-    unknown = [one for one in tensorflow_functions.variables_of(graph) if id(one) not in known]
-    return [one for one in unknown if mesh is None or mesh.is_common(one)]
+    unknown = [handle for handle in tensorflow_functions.variables_of(graph) if id(handle) not in known]
+    return [handle for handle in unknown if mesh is None or mesh.is_common(handle)]
 
 
 def copies(strategy: Strategy, handles: Iterable[tf.Tensor]) -> list[CapturedVariable]:
-    """The copies that this process has of variables."""
+    """Returns all copies of the variables in this process."""
     mesh = strategy.mesh
-    found = [[handle] if mesh is None else mesh.captured(handle) for handle in handles]
-    return [CapturedVariable(copy) for copy in itertools.chain(*found)]
+    copies_by_variable = [[handle] if mesh is None else mesh.captured(handle) for handle in handles]
+    return [CapturedVariable(copy) for copy in itertools.chain(*copies_by_variable)]
 
 
 def broadcast(strategy: Strategy, model: Any, graph: Any = None) -> None:
-    """Gives what the steps of `model` capture the chief's values in every process.
+    """Broadcasts the chief's values of the variables that the steps of `model` capture; all processes must call it.
 
     Args:
-        strategy: of the processes, which all call it.
-        model: whose steps they are.
-        graph: of a step that was just traced; `None` for all that were traced before.
+        strategy: the strategy of the processes.
+        model: the model whose steps were traced.
+        graph: the graph of a step that was just traced; `None` for all steps that were traced before.
 
     Raises:
-        DisagreementError: the processes use variables of different shapes or dtypes.
+        DisagreementError: the variables of the processes have different shapes or dtypes.
     """
     if strategy.world.world_size == 1:
         return
-    before = _captured.get(model) or {}
+    captured = _captured.get(model) or {}
     if graph is None:
-        _broadcast(strategy, list(before.values()))
+        _broadcast(strategy, list(captured.values()))
         return
     handles = of_graph(strategy, model, graph)
     described = list(map(tensorflow_functions.described, handles))
     consensus.require_equal_variables(strategy, described, "what a step uses besides the model")
     _broadcast(strategy, handles)
-    _captured.set(model, before | {id(handle): handle for handle in handles})
+    _captured.set(model, captured | {id(handle): handle for handle in handles})
 
 
 def _broadcast(strategy: Strategy, handles: list[tf.Tensor]) -> None:
     if not handles:
         return
-    mine = [tf.io.serialize_tensor(tensorflow_functions.read(handle)).numpy() for handle in handles]
-    lengths = consensus.broadcast_from_chief(strategy, list(map(len, mine)))  # those of strings differ
+    values = [tf.io.serialize_tensor(tensorflow_functions.read(handle)).numpy() for handle in handles]
+    lengths = consensus.broadcast_from_chief(strategy, list(map(len, values)))  # strings have different lengths
     is_chief = strategy.world.is_chief
-    message = np.frombuffer(b"".join(mine), np.uint8) if is_chief else np.empty(sum(lengths), np.uint8)
+    message = np.frombuffer(b"".join(values), np.uint8) if is_chief else np.empty(sum(lengths), np.uint8)
     broadcast_array(message, strategy.broadcast)
     if is_chief:
         return

@@ -1,19 +1,19 @@
-"""The first step of a training, computed on one device too, so that a fault of the partitioner is not silent.
+"""Computes the first training step on one device too, so that a bug in the partitioner does not go unnoticed.
 
-    the state       of the variables that a step reads and changes is copied
-    one device      computes the traced step on the whole batch; the state is put back
-    the replicas    compute the same step, and the training goes on from there
+    1. Copy the variables that the step reads and changes.
+    2. Compute the traced step on one device, on the whole batch, and restore the variables.
+    3. Compute the same step on the replicas; the training continues from there.
 
-What the step changed is compared by its norm. A fault, such as a sum that is counted twice, makes of a change another
-one; rounding moves it too, by four hundredths in ResNet-50, where a few activations are on the other side of zero (the
-same happens on one device whose weights are moved by one bit). So a quarter is allowed. A gradient that is zero but
-for rounding, as that of a bias before a batch normalization, has no digits that are right: a thousandth of the largest
-change of a variable of the same kind is allowed, too. Weights are compared where the optimizer has no slots, and else
-by the slots: rules such as Adam's make a whole update of a gradient that rounding made.
+The changes that the step made are compared by their norm. A bug, such as a sum that is counted twice, alters a change
+considerably. Rounding alters it too: by 4 % in ResNet-50, where a few activations change sign (as they do on one device
+if the weights are changed by one bit). Hence a difference of 25 % is allowed. A gradient that is zero except for
+rounding, such as that of a bias before batch normalization, has no correct digits; so 0.1 % of the largest change of a
+variable of the same kind is also allowed. If the optimizer has slots, these are compared instead of the weights, since
+optimizers such as Adam turn a gradient that consists of rounding errors into a full update.
 
-Not compared are steps that cannot be computed twice, since they have effects outside, draw from a state that is not in
-a variable, or change tables; steps on batches that the devices fetch themselves; and variables of more than 256 MiB,
-of which three copies are in memory meanwhile.
+Steps are not compared if they cannot be computed twice (because they have external effects, draw from a state that is
+not in a variable, or change tables), if the devices fetch their batches themselves, or if the variables take more than
+256 MiB, since three copies are in memory at the same time.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ from tfdist.spmd.placements import Placed, Shard
 
 _MOST_BYTES = 1 << 28
 _ALLOWED = 0.25
-_OF_ITS_KIND = 1e-3
-_NOISE = 1e-8  # where one device changes nothing
-_TIMES_ROUNDING = 3  # the square root of the machine epsilon of a type with fewer digits than float32
+_OF_ITS_KIND = 1e-3  # relative to the largest change of a variable of the same kind
+_NOISE = 1e-8  # allowed if one device changes nothing
+_TIMES_ROUNDING = 3  # relative to the square root of the machine epsilon, for dtypes coarser than float32
 
 
 @dataclass(frozen=True)
@@ -47,10 +47,10 @@ class Variable:
     """A variable that a step uses.
 
     Attributes:
-        handle: of the copy that one device uses.
-        name: for people.
+        handle: the handle of the copy that one device uses.
+        name: the name to show.
         kind: "weight", "slot", "metric" or "state".
-        part: of it that this process has in another variable; `None` if it has the whole.
+        part: the shard of it that this process keeps in another variable; `None` if this process has the whole.
     """
 
     handle: tf.Tensor
@@ -61,33 +61,33 @@ class Variable:
 
 @dataclass(frozen=True)
 class Change:
-    """What a step made of a variable.
+    """The values of a variable before and after the first step.
 
     Attributes:
         variable: the variable.
         before: its value before the step.
-        expected: after it, on one device.
-        found: after it, on the replicas.
+        expected: its value after the step on one device.
+        actual: its value after the step on the replicas.
     """
 
     variable: Variable
     before: np.ndarray
     expected: np.ndarray
-    found: np.ndarray
+    actual: np.ndarray
 
     @property
     def size(self) -> float:
-        """The root mean square of what one device changes."""
+        """The root mean square of the change on one device."""
         return _root_mean_square(self.expected, self.before)
 
     @property
     def difference(self) -> float:
-        """The root mean square of what the replicas make otherwise."""
-        return _root_mean_square(self.found, self.expected)
+        """The root mean square of the difference between the replicas and one device."""
+        return _root_mean_square(self.actual, self.expected)
 
     @property
     def is_part_of_a_metric(self) -> bool:
-        """Whether the state of a metric was not zero, so that a process may have a part of it."""
+        """Whether this is a metric's variable that was not zero, so that a process may have only a part of it."""
         return self.variable.kind == "metric" and bool(np.any(self.before))
 
 
@@ -95,9 +95,9 @@ class FirstStep:
     """Compares the first step of the replicas with that of one device.
 
     Args:
-        strategy: whose replicas they are.
-        one_device: the step, of a training.
-        epsilon: the machine epsilon of the coarsest type that layers compute in.
+        strategy: the strategy of the replicas.
+        one_device: the training step.
+        epsilon: the machine epsilon of the coarsest dtype in which layers compute.
     """
 
     def __init__(self, strategy: Any, one_device: OneDeviceStep, epsilon: float):
@@ -107,75 +107,75 @@ class FirstStep:
 
     @contextlib.contextmanager
     def compared(self, model: Any, state: Any, batch: Any) -> Iterator[None]:
-        """The context in which the replicas compute the step of a batch that was fetched."""
+        """The context in which the replicas compute the step of a fetched batch."""
         variables = self._variables(model)
         before = self._values(variables)
         expected = self._on_one_device(variables, before, state, batch) if variables else None
         yield
         if expected is None:
             return
-        changes = [Change(*one) for one in zip(variables, before, expected, self._values(variables), strict=True)]
+        actual = self._values(variables)
+        changes = [Change(*values) for values in zip(variables, before, expected, actual, strict=True)]
         different = self._different(changes)
         if different:
-            self._say(different)
+            self._warn(different)
 
     def _variables(self, model: Any) -> list[Variable]:
-        """The variables that the step uses; none if it is not to be computed twice."""
+        """Returns the variables that the step uses; empty if the step cannot be computed twice."""
         graph = self._one_device.trace().graph
         handles = tensorflow_functions.variables_of(graph)
         size_bytes = sum(map(tensorflow_functions.size_bytes, handles))
         if not tensorflow_functions.can_run_twice(graph) or size_bytes > _MOST_BYTES:
             return []
-        optimizers = keras_internals.optimizers(model)
+        optimizer_variables = [v for optimizer in keras_internals.optimizers(model) for v in optimizer.variables]
         kinds = {
-            "slot": [one for optimizer in optimizers for one in optimizer.variables if "float" in str(one.dtype)],
+            "slot": [variable for variable in optimizer_variables if "float" in str(variable.dtype)],
             "weight": model.trainable_variables,
             "metric": model.metrics_variables,
-            "state": [*model.variables, *(one for optimizer in optimizers for one in optimizer.variables)],
+            "state": [*model.variables, *optimizer_variables],
         }
         known: dict[int, tuple[str, str]] = {}
-        with self._strategy.tracing(model):  # which knows variables as the traced step does
+        with self._strategy.tracing(model):  # selects the same copies as the traced step
             for kind, members in kinds.items():
-                for one in members:
-                    known.setdefault(id(tensorflow_variables.copies(one)[0].handle), (one.path, kind))
+                for variable in members:
+                    known.setdefault(id(tensorflow_variables.copies(variable)[0].handle), (variable.path, kind))
         parts = self._strategy.variables_in_parts(model)
         return [
-            Variable(one, *known.get(id(one), ("a variable of your own", "state")), parts.get(id(one)))
-            for one in handles
-            if id(one) in known or id(one) not in parts  # others in parts are set in each step before they are read
+            Variable(handle, *known.get(id(handle), ("a variable of your own", "state")), parts.get(id(handle)))
+            for handle in handles
+            if id(handle) in known or id(handle) not in parts  # each step sets other sharded ones before it reads them
         ]
 
     def _values(self, variables: Sequence[Variable]) -> list[np.ndarray]:
-        return [tensorflow_functions.value(one.handle) if one.part is None else self._whole(one) for one in variables]
+        return [tensorflow_functions.value(v.handle) if v.part is None else self._whole(v) for v in variables]
 
     def _whole(self, variable: Variable) -> np.ndarray:
-        """The value of a variable of which each process has a part."""
+        """Returns the whole value of a variable that is sharded over the processes."""
         assert variable.part is not None
-        own, shard = tensorflow_functions.value(variable.part.tensors[0]), variable.part.placement
+        part, shard = tensorflow_functions.value(variable.part.tensors[0]), variable.part.placement
         if not isinstance(shard, Shard):
-            return own
+            return part
         whole_shape = tensorflow_functions.shape(variable.handle)
         lengths, rank = tuple(shard.lengths(whole_shape[shard.axis])), self._strategy.world.rank
-        of_all = self._strategy.exchange(own.tobytes())
-        parts = [np.frombuffer(one, own.dtype) for one in of_all]
+        parts = [np.frombuffer(message, part.dtype) for message in self._strategy.exchange(part.tobytes())]
         return Part(whole_shape, lengths, rank, shard.axis).joined(parts)
 
     def _on_one_device(
         self, variables: Sequence[Variable], before: Sequence[np.ndarray], state: Any, batch: Any
     ) -> list[np.ndarray] | None:
-        """The values after the step of one device, which are put back; `None` if the batch is too large for it."""
+        """Returns the values after the step on one device and restores them; `None` if the batch is too large."""
 
         def step(state: Any, batch: Any) -> Any:
             self._one_device.mesh.compute()
             return self._one_device.trace()(self._one_device.whole_batch(state, batch))
 
-        # TensorFlow warns of retracing by a function's code, which all trainings share, unless it is wrapped.
+        # TensorFlow's warning about retracing counts by code object, which all models share, unless it is wrapped.
         computed = tf.function(functools.partial(step), autograph=False)
         try:
             for variable, value in zip(variables, before, strict=True):
                 if variable.part is not None:
                     tensorflow_functions.set_value(variable.handle, value)
-            # Optimizing the graph takes longer than running it as it is, once.
+            # Optimizing the graph takes longer than running it once without optimization.
             with (
                 tf.device(self._one_device.mesh.home),
                 tensorflow_functions.optimized(disable_meta_optimizer=True),
@@ -191,34 +191,34 @@ class FirstStep:
 
     def _different(self, changes: Sequence[Change]) -> list[Change]:
         largest: dict[str, float] = {}
-        for one in changes:
-            largest[one.variable.kind] = max(largest.get(one.variable.kind, 0.0), one.size)
-        left_out = {"weight"} if largest.get("slot") else set()
-        if self._strategy.world.world_size > 1 or any(one.is_part_of_a_metric for one in changes):
-            left_out.add("metric")
+        for change in changes:
+            largest[change.variable.kind] = max(largest.get(change.variable.kind, 0.0), change.size)
+        skipped = {"weight"} if largest.get("slot") else set()
+        if self._strategy.world.world_size > 1 or any(change.is_part_of_a_metric for change in changes):
+            skipped.add("metric")
 
-        def is_equal(one: Change) -> bool:
-            moved = one.size + _OF_ITS_KIND * largest[one.variable.kind] + _NOISE * (1 + _largest(one.before))
-            return one.difference <= self._allowed * moved
+        def is_equal(change: Change) -> bool:
+            scale = change.size + _OF_ITS_KIND * largest[change.variable.kind] + _NOISE * (1 + _largest(change.before))
+            return change.difference <= self._allowed * scale
 
-        return [one for one in changes if one.variable.kind not in left_out and not is_equal(one)]
+        return [change for change in changes if change.variable.kind not in skipped and not is_equal(change)]
 
-    def _say(self, different: Sequence[Change]) -> None:
-        most = max(different, key=lambda one: one.difference)
+    def _warn(self, different: Sequence[Change]) -> None:
+        worst = max(different, key=lambda change: change.difference)
         warnings.warn(
-            f"The first step of `{self._strategy.name}` differs from that of one device: `{most.variable.name}` by "
-            f"{most.difference:.2g} of a change of {most.size:.2g} (root mean square)\n\n"
-            "hint: this is a fault of tfdist: please report it with the model, and train on one device until it is "
-            "mended: `--strategy single`",
+            f"The first step of `{self._strategy.name}` differs from that of one device: `{worst.variable.name}` by "
+            f"{worst.difference:.2g} of a change of {worst.size:.2g} (root mean square)\n\n"
+            "hint: this is a bug in tfdist: please report it with the model, and train on one device until it is "
+            "fixed: `--strategy single`",
             DifferenceWarning,
             stacklevel=2,
         )
 
 
 def _root_mean_square(values: np.ndarray, others: np.ndarray) -> float:
-    """That of the differences; what is not finite counts as different where it is another one.
+    """Returns the root mean square of the differences.
 
-    Strings that are not equal differ by 1.
+    Different values that are not finite differ infinitely, and different strings differ by 1.
     """
     if not values.size:
         return 0.0
@@ -227,10 +227,10 @@ def _root_mean_square(values: np.ndarray, others: np.ndarray) -> float:
     with np.errstate(invalid="ignore", over="ignore"):
         differences = (_as_floats(values) - _as_floats(others)).ravel()
         total = float(np.vdot(differences, differences).real)
-        if not np.isfinite(total):  # of large numbers, or of numbers that are not finite themselves
-            both, other = (np.asarray(one).astype(np.complex128) for one in (values, others))
-            squares = np.abs(both - other) ** 2
-            same = (both == other) | (np.isnan(both) & np.isnan(other))
+        if not np.isfinite(total):  # some values are very large or not finite
+            values, others = (array.astype(np.complex128) for array in (values, others))
+            squares = np.abs(values - others) ** 2
+            same = (values == others) | (np.isnan(values) & np.isnan(others))
             total = float(np.sum(np.where(same, 0.0, np.where(np.isfinite(squares), squares, np.inf))))
     return float(np.sqrt(total / values.size))
 

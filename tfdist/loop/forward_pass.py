@@ -1,8 +1,8 @@
-"""A forward pass in the graph of a step: which of its tensors a backward pass uses, and where it is best cut.
+"""A forward pass in the graph of a step: the tensors that its backward pass uses, and where to cut it.
 
-Operations are in the order in which they were traced. A cut at position p is before operation p. What is computed
-before a cut and used by a forward operation after it is held; everything else that the backward pass uses is computed
-again, one segment at a time. The last segment is not computed again, since the backward pass begins with it.
+Operations are in the order in which they were traced. A cut at position p is before operation p. A tensor that is
+computed before a cut and used by a forward operation after it is kept; all other tensors that the backward pass uses
+are recomputed, one segment at a time. The last segment is not recomputed, since the backward pass begins with it.
 """
 
 from __future__ import annotations
@@ -15,28 +15,28 @@ import tensorflow as tf
 
 from tfdist.internals import tensorflow_graphs as graphs
 
-# An operation of the graph, and the index of one of its inputs or outputs.
+# An operation, or the name of an operation, with the index of one of its inputs or outputs.
 Place = tuple[tf.Operation, int]
 Key = tuple[str, int]
 
-# Tensors of at most this part of the largest one are held: lengths, means and variances cost little.
+# Tensors up to this fraction of the largest one are kept: lengths, means and variances cost little.
 _SMALL = 1 / 1024
-# The budgets that are tried, each smaller than the one before by this factor.
+# The number of budgets to try, and the factor from each to the next.
 _BUDGETS, _FACTOR = 40, 0.9
 
 
 def key(tensor: tf.Tensor) -> Key:
-    """The identity of a tensor, of which TensorFlow makes several Python objects."""
+    """Returns the identity of a tensor, for which TensorFlow may create several Python objects."""
     return tensor.op.name, tensor.value_index
 
 
 @dataclass
 class Segment:
-    """What of a segment is computed again.
+    """The recomputed part of a segment.
 
     Attributes:
-        used: the tensors that the backward pass uses and that are not held.
-        operations: those that compute them, in order.
+        used: the tensors that the backward pass uses and that are not kept.
+        operations: the operations that compute them, in order.
     """
 
     used: list[tf.Tensor] = field(default_factory=list)
@@ -48,8 +48,8 @@ class Choice:
     """The segments of a forward pass for some cuts.
 
     Attributes:
-        segments: all but the last.
-        peak_bytes: what is held, and the largest segment.
+        segments: all segments but the last.
+        peak_bytes: the bytes of the kept tensors plus the largest segment.
     """
 
     segments: Sequence[Segment]
@@ -60,10 +60,10 @@ class ForwardPass:
     """The operations of a forward pass.
 
     Args:
-        operations: in order.
-        used_forward: for each tensor, the operations that use it and that are in no backward pass.
-        used_backward: for each tensor, the operations of a backward pass that use it, and at which input.
-        unknown_length: the length of an axis that is not known.
+        operations: the operations in order.
+        used_forward: for each tensor, the operations outside of backward passes that use it.
+        used_backward: for each tensor, the operations of a backward pass that use it, with the index of the input.
+        unknown_length: the assumed length of an axis with unknown length.
     """
 
     def __init__(
@@ -77,21 +77,20 @@ class ForwardPass:
         self.position = {operation.name: index for index, operation in enumerate(operations)}
         tensors = [tensor for operation in operations for tensor in operation.outputs]
         self._roots = {key(tensor): graphs.root(tensor) for tensor in tensors}
-        self._bytes = {key(one): graphs.bytes_of(one, unknown_length) for one in tensors}
-        self._last: dict[Key, int] = {}
+        self._bytes = {key(tensor): graphs.bytes_of(tensor, unknown_length) for tensor in tensors}
+        self._last: dict[Key, int] = {}  # the position of the last forward use
         for tensor in tensors:
             users = used_forward.get(key(tensor), ())
             last = max((self.position.get(user.name, len(operations)) for user in users), default=-1)
             root = key(self._roots[key(tensor)])
             self._last[root] = max(last, self._last.get(root, -1))
         self.used = [tensor for tensor in tensors if used_backward.get(key(tensor))]
-        largest = max((self._bytes[key(one)] for one in self.used), default=0)
-        self._small = largest * _SMALL
+        self._small = _SMALL * max((self._bytes[key(tensor)] for tensor in self.used), default=0)
         self._pure = {operation.name: graphs.is_pure(operation) for operation in operations}
         self._cut_at: list[int] = []
 
     def blocks(self) -> list[int]:
-        """The cuts with the smallest peak, found for a series of budgets for a segment.
+        """Returns the cuts with the smallest peak among those for a series of budgets per segment.
 
         Source: Chen et al., Training deep nets with sublinear memory cost, arXiv 1604.06174, algorithm 3.
         """
@@ -109,50 +108,35 @@ class ForwardPass:
         return [] if best is None else best[1]
 
     def after(self, tensors: Sequence[tf.Tensor]) -> int | None:
-        """The cut behind the last of `tensors`; `None` if they are computed elsewhere."""
-        found = [self.position[tensor.op.name] for tensor in tensors if tensor.op.name in self.position]
-        return max(found) + 1 if found else None
+        """Returns the cut after the last of `tensors`; `None` if they are computed elsewhere."""
+        positions = [self.position[tensor.op.name] for tensor in tensors if tensor.op.name in self.position]
+        return max(positions) + 1 if positions else None
 
     def choose(self, cuts: Sequence[int]) -> Choice:
-        """What is held and what is computed again with these cuts."""
+        """Sets the cuts, and returns the recomputed segments and the peak."""
         self._cut_at = sorted(cuts)
         segments = [Segment() for _ in cuts]
-        held: dict[Key, int] = {}
+        kept: dict[Key, int] = {}
         seen: set[str] = set()
         last_bytes = 0
         for tensor in self.used:
             number = self._segment(self.position[tensor.op.name])
-            if self._is_held(tensor):
-                self._hold(tensor, held)
+            if self.is_kept(tensor):
+                self._keep(tensor, kept)
             elif number == len(cuts):
-                last_bytes += self._own_bytes(tensor)
+                last_bytes += self._root_bytes(tensor)
             else:
                 segments[number].used.append(tensor)
-                self._collect(tensor, segments[number], held, seen)
+                self._collect(tensor, segments[number], kept, seen)
         for segment in segments:
             segment.operations.sort(key=lambda operation: self.position[operation.name])
-        sizes = [sum({key(self._roots[key(t)]): self._own_bytes(t) for t in one.used}.values()) for one in segments]
-        return Choice(segments, sum(held.values()) + max([last_bytes, *sizes], default=0))
+        sizes = [sum({key(self._roots[key(t)]): self._root_bytes(t) for t in s.used}.values()) for s in segments]
+        return Choice(segments, sum(kept.values()) + max([last_bytes, *sizes], default=0))
 
-    def is_held(self, tensor: tf.Tensor) -> bool:
-        """Whether a tensor is not computed again with the cuts of the last `choose`."""
-        return key(tensor) not in self._roots or self._is_held(tensor)
-
-    def _collect(self, tensor: tf.Tensor, segment: Segment, held: dict[Key, int], seen: set[str]) -> None:
-        waiting = [tensor.op]
-        while waiting:
-            operation = waiting.pop()
-            if operation.name in seen:
-                continue
-            seen.add(operation.name)
-            segment.operations.append(operation)
-            for one in operation.inputs:
-                if self.is_held(one):
-                    self._hold(one, held)
-                else:
-                    waiting.append(one.op)
-
-    def _is_held(self, tensor: tf.Tensor) -> bool:
+    def is_kept(self, tensor: tf.Tensor) -> bool:
+        """Whether a tensor is not recomputed with the cuts of the last `choose`."""
+        if key(tensor) not in self._roots:
+            return True
         root = self._roots[key(tensor)]
         if root.op.name not in self.position or not self._pure[root.op.name] or not self._pure[tensor.op.name]:
             return True
@@ -161,28 +145,43 @@ class ForwardPass:
         begin, last = self._segment(self.position[root.op.name]), self._last[key(root)]
         return last >= len(self.operations) or self._segment(max(last, 0)) > begin
 
-    def _hold(self, tensor: tf.Tensor, held: dict[Key, int]) -> None:
+    def _collect(self, tensor: tf.Tensor, segment: Segment, kept: dict[Key, int], seen: set[str]) -> None:
+        """Adds to `segment` the operations that recompute `tensor`, and to `kept` the tensors that they need."""
+        waiting = [tensor.op]
+        while waiting:
+            operation = waiting.pop()
+            if operation.name in seen:
+                continue
+            seen.add(operation.name)
+            segment.operations.append(operation)
+            for source in operation.inputs:
+                if self.is_kept(source):
+                    self._keep(source, kept)
+                else:
+                    waiting.append(source.op)
+
+    def _keep(self, tensor: tf.Tensor, kept: dict[Key, int]) -> None:
         root = self._roots.get(key(tensor))
         if root is not None and root.op.type != "ReadVariableOp" and root.op.name in self.position:
-            held[key(root)] = self._bytes[key(root)]
+            kept[key(root)] = self._bytes[key(root)]
 
-    def _own_bytes(self, tensor: tf.Tensor) -> int:
+    def _root_bytes(self, tensor: tf.Tensor) -> int:
         return self._bytes.get(key(self._roots[key(tensor)]), 0)
 
     def _segment(self, position: int) -> int:
         return bisect.bisect_right(self._cut_at, position)
 
     def _bytes_by_position(self) -> list[int]:
-        """The bytes that the backward pass uses of what each operation computes."""
-        found = [0] * len(self.operations)
+        """Returns the bytes of each operation's results that the backward pass uses."""
+        used_bytes = [0] * len(self.operations)
         roots = {key(root): root for root in (self._roots[key(tensor)] for tensor in self.used)}
         for root in roots.values():
             if root.op.name in self.position and root.op.type != "ReadVariableOp":
-                found[self.position[root.op.name]] += self._bytes[key(root)]
-        return found
+                used_bytes[self.position[root.op.name]] += self._bytes[key(root)]
+        return used_bytes
 
     def _bytes_by_cut(self) -> list[int]:
-        """The bytes that a cut before each operation would make held."""
+        """Returns the bytes that a cut before each operation would keep."""
         change = [0] * (len(self.operations) + 2)
         for name, last in self._last.items():
             begin = self.position.get(name[0])
@@ -195,13 +194,13 @@ class ForwardPass:
 
 
 def _within(budget: float, used: Sequence[int], crossing: Sequence[int]) -> list[int]:
-    """Cuts at the narrowest places such that segments use about `budget` bytes."""
+    """Returns cuts where the fewest bytes cross them, such that segments use about `budget` bytes."""
     cuts: list[int] = []
     begin, filled = 0, 0
     for position, size in enumerate(used):
         filled += size
         if filled > budget and position > begin + 1:
-            cut = min(range(begin + 1, position + 1), key=lambda one: (crossing[one], -one))
+            cut = min(range(begin + 1, position + 1), key=lambda at: (crossing[at], -at))
             cuts.append(cut)
             begin, filled = cut, sum(used[cut : position + 1])
     return cuts

@@ -6,18 +6,18 @@ Program.run(state, first, count)
         train_step(batch)
     logs = the model's metrics
 
-The loop here runs steps on one replica: of a strategy that has no other one, or of a process that trains apart. How
-several replicas compute the steps of one device is in `tfdist.loop.partitioned_program`.
+This loop runs steps on one replica: the only replica of a strategy, or that of a process which trains independently.
+`tfdist.loop.partitioned_program` runs the steps of one device on several replicas.
 
-A process that trains apart (`local_sgd`, `gossip`, `mpi_split`) takes Keras' own step on its part of each batch: what
-is a mean over the examples is the mean of its part. Its share is its fraction of the examples of the global batch; the
-shares of all processes add up to 1. In three places it counts:
+A process that trains independently (`local_sgd`, `gossip`, `mpi_split`) runs Keras' own step on its part of each batch,
+so that a mean over the examples is the mean over its part. The share of a process is its fraction of the examples of
+the global batch; the shares of all processes add up to 1. The share is used in three places:
 
-| what | value in each process |
+| quantity | value in each process |
 |---|---|
-| a loss with Keras' reduction "sum" | its sum / share, as that of the global batch: weights are averaged later |
-| a number that a step gives to a `Mean` metric | its value, with the weight share: all processes count one step |
-| a number that a step returns in its logs | its value * share, so that the sum over the processes is a mean |
+| a loss with Keras' reduction "sum" | the sum / share, on the scale of the global batch: weights are averaged later |
+| a number with which a step updates a `Mean` metric | the number, weighted by the share: together they count one step |
+| a number that a step returns in its logs | the number * share, so that the sum over the processes is a mean |
 """
 
 from __future__ import annotations
@@ -32,7 +32,6 @@ import keras
 import tensorflow as tf
 
 from tfdist.data.input.division import WHOLE
-from tfdist.errors import UsageError
 from tfdist.interface.program import AtNan, Logs, Outcome, Program, Steps
 from tfdist.interface.strategy import Strategy
 from tfdist.internals import keras as keras_internals
@@ -46,11 +45,16 @@ _NOTHING = contextlib.nullcontext()
 
 
 class Graph:
-    """A `tf.function` of `function`, run by the executor that is faster for its graph."""
+    """A `tf.function` of `function`, run by the executor that is faster for its graph.
 
-    def __init__(self, function: Callable[..., Any], strategy: Strategy):
+    Args:
+        function: the Python function.
+        single_threaded: whether one thread computes everything; then TensorFlow's serial executor is considered.
+    """
+
+    def __init__(self, function: Callable[..., Any], single_threaded: bool):
         self._function = function
-        self._strategy = strategy
+        self._single_threaded = single_threaded
         self._compiled: Any = None
         self._serial = False
 
@@ -63,9 +67,9 @@ class Graph:
             return self._compiled(*arguments)
 
     def _choose(self, arguments: tuple[Any, ...]) -> tuple[Any, bool]:
-        """The `tf.function`, and whether its calls are serial."""
-        if self._strategy.single_threaded:
-            # The serial executor cannot run a graph that was traced for the usual one, which optimizes its graphs.
+        """Returns the `tf.function`, and whether its calls use the serial executor."""
+        if self._single_threaded:
+            # The serial executor cannot run a graph that was traced for the default executor, which optimizes graphs.
             serial = self._new()
             with keras_variables.looking_up_rows(), tensorflow_internals.serial_calls():
                 graph = serial.get_concrete_function(*arguments).graph
@@ -74,16 +78,16 @@ class Graph:
         return self._new(), False
 
     def _new(self) -> Any:
-        # TensorFlow warns of retracing by a function's code, which all programs share, unless it is wrapped.
+        # TensorFlow's warning about retracing counts by code object, which all programs share, unless it is wrapped.
         return tf.function(functools.partial(self._function), autograph=False, reduce_retracing=True)
 
 
-# A float of 1.0, or a float64 scalar tensor where it varies.
+# 1.0, or a float64 scalar tensor if the share varies.
 Share: TypeAlias = float | tf.Tensor
 _MEAN = "sum_over_batch_size"  # Keras' default reduction
 
 
-def of_share(share: Share) -> contextlib.AbstractContextManager[None]:
+def _scaled_by(share: Share) -> contextlib.AbstractContextManager[None]:
     """The context of a step on a part of a global batch with this share of its examples."""
     if _is_whole(share):
         return contextlib.nullcontext()
@@ -102,12 +106,12 @@ def of_share(share: Share) -> contextlib.AbstractContextManager[None]:
     return keras_patches.replaced({"reduce_values": reduce_values, "mean_update_state": update_mean})
 
 
-def weighed(share: Share, logs: Any) -> Any:
-    """What a step on such a part returns in its logs, as float32."""
-    numbers = tf.nest.map_structure(lambda one: tf.cast(keras.ops.convert_to_tensor(one), tf.float32), logs)
+def _weighted_by(share: Share, logs: Any) -> Any:
+    """Returns the logs of a step on a part of a global batch, weighted by its share, as float32."""
+    logs = tf.nest.map_structure(lambda value: tf.cast(keras.ops.convert_to_tensor(value), tf.float32), logs)
     if _is_whole(share):
-        return numbers
-    return tf.nest.map_structure(lambda one: tf.math.multiply_no_nan(one, tf.cast(share, one.dtype)), numbers)
+        return logs
+    return tf.nest.map_structure(lambda value: tf.math.multiply_no_nan(value, tf.cast(share, value.dtype)), logs)
 
 
 def _is_whole(share: Share) -> bool:
@@ -115,14 +119,14 @@ def _is_whole(share: Share) -> bool:
 
 
 HOST = "CPU:0"
-# The steps that are done, whether there are more batches, whether the loop goes on, and the logs of the last step.
+# The number of finished steps, whether there are more batches, whether the loss is finite, and the last step's logs.
 LoopState = tuple[tf.Tensor, tf.Tensor, tf.Tensor, Logs]
 
 
 class StepProgram(Program):
     """Runs `model.train_step` or `model.test_step`."""
 
-    meets_in_each_step: ClassVar[bool] = True  # what a step computes is of the global batch
+    meets_in_each_step: ClassVar[bool] = True  # whether all processes compute each step together, on a global batch
 
     def __init__(self, strategy: Strategy, steps: Steps):
         self._strategy = strategy
@@ -132,7 +136,8 @@ class StepProgram(Program):
         watched = keras_internals.loss_tracker(steps.model) is not None
         self._at_nan = steps.at_nan if watched else AtNan.NOTHING
         with tf.init_scope(), tensorflow_internals.without_strategy(), tf.device(strategy.devices[0]):
-            self._finite_steps = tf.Variable(0, trainable=False, dtype=tf.int64)  # of a call that finds the first other
+            # The number of steps of a call before the first with a loss that is not finite, for `AtNan.FIND`.
+            self._finite_steps = tf.Variable(0, trainable=False, dtype=tf.int64)
         self._recomputation = _recomputation(strategy, steps)
         self._own_logs = steps.own_logs
         self._one_step, self._many_steps = self._make_functions()
@@ -146,19 +151,20 @@ class StepProgram(Program):
         return Outcome(steps, not bool(more), logs if steps else {})
 
     def _function(self, count: int) -> Callable[..., Any]:
-        # TensorFlow's profiler loses the markers of steps inside a loop of a graph. Without the profiler one graph runs
-        # all steps, since the results of two graphs can differ in the last bit.
+        # TensorFlow's profiler loses step markers inside a graph's loop. Without a profile, one graph runs all steps,
+        # since the results of two graphs can differ in the last bit.
         return self._one_step if count == 1 and tensorflow_internals.profiling() else self._many_steps
 
     def _make_functions(self) -> tuple[Callable[..., Any], Callable[..., Any]]:
         if self._strategy.runs_eagerly(self._model):
-            self._at_nan = AtNan.STOP if self._at_nan is AtNan.FIND else self._at_nan  # each step is waited for anyway
+            self._at_nan = AtNan.STOP if self._at_nan is AtNan.FIND else self._at_nan  # eager steps are awaited anyway
             return self._steps_eagerly, self._steps_eagerly
-        return Graph(self._single_step, self._strategy), Graph(self._steps, self._strategy)
+        single_threaded = self._strategy.single_threaded
+        return Graph(self._single_step, single_threaded), Graph(self._steps, single_threaded)
 
     def _single_step(self, state: Any, first: tf.Tensor, count: tf.Tensor) -> tuple[Any, Any, Logs]:
         del count
-        self._count_no_finite_steps()
+        self._reset_finite_steps()
         batch = self._batches.fetch(state, first)
         if self._batches.length_known:
             finite, logs = self._step(state, batch)
@@ -169,16 +175,11 @@ class StepProgram(Program):
         return tf.cast(more, tf.int32), more, self._results(logs, after=finite)
 
     def _steps(self, state: Any, first: tf.Tensor, count: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor, Logs]:
-        self._count_no_finite_steps()
+        self._reset_finite_steps()
         with tf.device(HOST):
-            begun = (tf.constant(0), tf.constant(True), tf.constant(True), self._no_logs())
-        done, more, _, logs = self._loop(state, first, count, begun)
-        return done, more, self._results(logs, after=done)
+            start: LoopState = (tf.constant(0), tf.constant(True), tf.constant(True), self._no_logs())
 
-    def _loop(self, state: Any, first: tf.Tensor, count: tf.Tensor, begun: LoopState) -> LoopState:
-        """Runs steps until `count` are done, of which `begun` says how many are."""
-
-        # The loop is controlled from the host: a condition on a GPU would be waited for, and copied, at each step.
+        # The host controls the loop: a condition on a GPU would be awaited and copied at each step.
         def proceed(done: tf.Tensor, more: tf.Tensor, finite: tf.Tensor, logs: Any) -> tf.Tensor:
             del logs
             with tf.device(HOST):
@@ -196,14 +197,15 @@ class StepProgram(Program):
             with tf.device(HOST):
                 return done + tf.cast(more, tf.int32), more, finite, logs
 
-        found: LoopState = tf.while_loop(proceed, body, begun, parallel_iterations=self._strategy.parallel_steps)
-        return found
+        parallel_steps = self._strategy.parallel_steps
+        done, more, _, logs = tf.while_loop(proceed, body, start, parallel_iterations=parallel_steps)
+        return done, more, self._results(logs, after=done)
 
     def _no_logs(self) -> Logs:
         return tf.nest.map_structure(lambda spec: tf.zeros(spec.shape, spec.dtype), self._own_logs or {})
 
     def _steps_eagerly(self, state: Any, first: tf.Tensor, count: tf.Tensor) -> tuple[Any, Any, Logs]:
-        """As `_steps`, without a graph, for `run_eagerly=True`."""
+        """Runs steps like `_steps`, without a graph, for `run_eagerly=True`."""
         done, finite = 0, True
         logs: Logs = {}
         for batch in self._batches.take(state, int(first), int(count)):
@@ -214,13 +216,14 @@ class StepProgram(Program):
         return done, done == int(count) or not bool(finite), self._results(logs)
 
     def _step(self, state: Any, batch: Any) -> tuple[tf.Tensor, Logs]:
-        """One step: whether the loop goes on, and the step's own logs."""
+        """Runs one step; returns whether the loop goes on, and the step's own logs."""
 
         def computed() -> Logs:
             data, share = self._batches.part(state, batch, 0, WHOLE)
-            with of_share(share), keras_variables.drawing_in_graphs():
+            with _scaled_by(share), keras_variables.drawing_in_graphs():
                 logs = self._step_function()(data)
-            return weighed(share, logs) if self._returns_own(logs) else {}
+            returns_own_logs = self._own_logs is not None or set(logs) != metrics.names(self._model)
+            return _weighted_by(share, logs) if returns_own_logs else {}
 
         update = fused_optimizers.fused(self._model.optimizer, self._strategy.fused, xla=self._with_xla)
         with update, self._own_metrics(), self._recomputation.traced():
@@ -228,35 +231,31 @@ class StepProgram(Program):
         return self._goes_on(), own_logs
 
     def _goes_on(self) -> tf.Tensor:
-        """Whether the loop goes on after a step: until the sum of the losses is not finite, if it is to stop there."""
-        if self._at_nan is AtNan.STOP:
-            with tf.device(self._strategy.devices[0]):  # the host would be sent the sum
-                return tf.math.is_finite(metrics.own_part(keras_internals.loss_tracker(self._model).total))
-        if self._at_nan is AtNan.FIND:
-            self._count_if_finite()
+        """Returns whether the loop goes on after a step: until the sum of the losses is not finite, for `AtNan.STOP`.
+
+        For `AtNan.FIND` it counts the step if the sum is finite. Once the sum is not finite, it remains so.
+        """
+        if self._at_nan is AtNan.NOTHING:
+            with tf.device(HOST):
+                return tf.constant(True)
+        with tf.device(self._strategy.devices[0]):  # to avoid a copy of the sum to the host
+            finite = tf.math.is_finite(metrics.own_part(keras_internals.loss_tracker(self._model).total))
+            if self._at_nan is AtNan.STOP:
+                return finite
+            self._finite_steps.assign_add(tf.cast(finite, tf.int64))
         with tf.device(HOST):
             return tf.constant(True)
 
-    def _count_no_finite_steps(self) -> None:
+    def _reset_finite_steps(self) -> None:
         if self._at_nan is AtNan.FIND:
             with tf.device(self._strategy.devices[0]):
                 self._finite_steps.assign(0)
 
-    def _count_if_finite(self) -> None:
-        # Once the sum of the losses is not finite, it remains so.
-        with tf.device(self._strategy.devices[0]):
-            finite = tf.math.is_finite(metrics.own_part(keras_internals.loss_tracker(self._model).total))
-            self._finite_steps.assign_add(tf.cast(finite, tf.int64))
-
     @property
     def _with_xla(self) -> bool:
-        # XLA would merge what is computed again.
+        # XLA would merge the recomputed operations with the original ones.
         recomputes = self._recomputation.wanted is not None
         return self._strategy.alone and not recomputes and keras_internals.wants_xla(self._model)
-
-    def _returns_own(self, logs: Logs) -> bool:
-        """Whether a step that returned `logs` returns something else than the results of the metrics."""
-        return self._own_logs is not None or set(logs) != metrics.names(self._model)
 
     def _own_metrics(self) -> contextlib.AbstractContextManager[None]:
         if self.meets_in_each_step:
@@ -264,25 +263,18 @@ class StepProgram(Program):
         return metrics.refused(self._model, self._strategy.name)
 
     def _step_function(self) -> Callable[[Any], Logs]:
+        """Returns the model's step as a function from a batch to its logs."""
         step = getattr(self._model, self._step_name)
         if self._with_xla:
             step = tf.function(step, jit_compile=True)
-        return functools.partial(self._checked_logs, self._recomputation.marked(step))
-
-    def _checked_logs(self, step: Callable[[Any], Any], data: Any) -> Logs:
-        logs = step(data)
-        if not isinstance(logs, dict):
-            raise UsageError(
-                f"`{self._step_name}` of the model `{self._model.name}` returned `{logs}`",
-                "return a dict of metrics and their values",
-            )
-        return logs
+        marked = self._recomputation.marked(step)
+        return lambda data: metrics.require_logs(self._model, self._step_name, marked(data))
 
     def _results(self, own_logs: Logs, after: tf.Tensor | None = None) -> Logs:
-        """The logs of a call: the results of the metrics, or the logs of the last step.
+        """Returns the logs of a call: the results of the metrics, or the logs of the last step.
 
-        Processes may pair exchanges by their order, so nothing is exchanged for the logs before `after`, a tensor of
-        the last step, is computed.
+        Processes may match collective operations by their order, so the logs are reduced only once `after`, a tensor
+        of the last step, is computed.
         """
         with tf.control_dependencies([] if after is None else [after]):
             return own_logs or metrics.results(self._strategy, self._model)
@@ -296,14 +288,16 @@ class PredictProgram(Program):
         self._model = steps.model
         self._batches = steps.batches
         eager = strategy.runs_eagerly(steps.model)
-        self._function = self._predict if eager else Graph(self._predict, strategy)
+        self._function = self._predict if eager else Graph(self._predict, strategy.single_threaded)
 
     def run(self, state: Any, first: int, count: int) -> Outcome:
         """Predicts up to `count` batches; the logs are `{"outputs": ...}`, in the order of the examples."""
-        outputs = []
-        for batch in self._batches.take(state, first, count):
-            outputs.append(self._function(state, batch))
+        outputs = [self._outputs(state, batch) for batch in self._batches.take(state, first, count)]
         return Outcome(len(outputs), len(outputs) < count, {"outputs": joined(outputs)} if outputs else {})
+
+    def _outputs(self, state: Any, batch: Any) -> Any:
+        """Returns the outputs for one batch."""
+        return self._function(state, batch)
 
     def _predict(self, state: Any, batch: Any) -> Any:
         def computed() -> Any:

@@ -1,11 +1,11 @@
-"""Metrics over all replicas: how they are updated in a step, reset, and read between the steps.
+"""Updates, resets and reads metrics over all replicas.
 
-A partitioned step updates metrics as one device does. Where processes train apart, or workers do not wait for each
-other, each adds its own examples to a part of a metric's state, and the state of all is the sum of these parts
-(`Strategy.sum_metrics`). That holds for Keras' own metrics. The state of a user's own class may be something else: a
-maximum, a mean of batch means, a number of batches. Such a metric is refused there, unless
+A partitioned step updates metrics as one device does. If processes train independently, or workers are asynchronous,
+each of them adds its own examples to its part of a metric's state, and the state is the sum of the parts
+(`Strategy.sum_metrics`). This is correct for Keras' own metrics. The state of a custom class may be something else: a
+maximum, a mean of batch means, a number of batches. With these strategies such a metric raises an error, unless
 
-- the class, or the metric function, has the attribute `additive = True`; or
+- the class or the metric function has the attribute `additive = True`, or
 - the metric function returns one value per example.
 """
 
@@ -28,40 +28,54 @@ from tfdist.internals.keras import tf_variable
 
 
 def results(strategy: Strategy, model: Any) -> Logs:
-    """The results of the metrics of `model` over all replicas."""
+    """Returns the results of the metrics of `model` over all replicas."""
     with _over_all_replicas(strategy, model.metrics_variables):
         return _values(model.get_metrics_result())
 
 
 def results_in(strategy: Strategy, model: Any, logs: Logs, updated: set[int]) -> Logs:
-    """The `logs` of a step, with results over all replicas for the metrics that the step updated.
+    """Returns the `logs` of a step, with results over all replicas for the metrics that the step updated.
 
     A value that a step returns under the name of such a metric is the metric's result on one replica.
 
     Args:
-        strategy: of the replicas.
-        model: has the metrics.
+        strategy: the strategy that ran the step.
+        model: the model with the metrics.
         logs: the dict that the step returned.
         updated: the `id`s of the variables that the step has updated.
     """
-    own = [metric for metric in model.metrics if any(id(variable) in updated for variable in metric.variables)]
+    metrics = [metric for metric in model.metrics if any(id(variable) in updated for variable in metric.variables)]
     merged: Logs = {}
-    with _over_all_replicas(strategy, [variable for metric in own for variable in metric.variables]):
-        for metric in own:
+    with _over_all_replicas(strategy, [variable for metric in metrics for variable in metric.variables]):
+        for metric in metrics:
             result = _values(metric.result())
             merged |= {metric.name: result} | (result if isinstance(result, dict) else {})
     return logs | {name: value for name, value in merged.items() if name in logs}
 
 
+def require_logs(model: Any, step_name: str, logs: Any) -> Logs:
+    """Returns the `logs` of the step called `step_name`.
+
+    Raises:
+        UsageError: they are not a dict.
+    """
+    if not isinstance(logs, dict):
+        raise UsageError(
+            f"`{step_name}` of the model `{model.name}` returned `{logs}`",
+            "return a dict of metrics and their values",
+        )
+    return logs
+
+
 def own_part(variable: Any) -> tf.Tensor:
-    """One variable of a metric, summed over the replicas of this process alone."""
-    held = tf_variable(variable)
-    copies = held.values if isinstance(held, tf.distribute.DistributedValues) else (held,)
+    """Returns a variable of a metric, summed over the replicas of this process only."""
+    values = tf_variable(variable)
+    copies = values.values if isinstance(values, tf.distribute.DistributedValues) else (values,)
     return tf.add_n([tf.convert_to_tensor(copy) for copy in copies])
 
 
 def names(model: Any) -> set[str]:
-    """The names in the logs of Keras' own step; none before the compiled metrics are built."""
+    """Returns the names in the logs of Keras' own step; empty before the compiled metrics are built."""
     if not keras_internals.compiled_metrics_are_built(model):
         return set()
     # Computed from constants, since reading the metrics' variables in a step would sum them over all processes.
@@ -75,7 +89,7 @@ def reset(strategy: Strategy, model: Any) -> None:
     model.reset_metrics()
     if not strategy.metrics_by_process or strategy.world.is_chief:
         return
-    # The initial state of a metric that is not a sum may differ from zero, and must count once in the job.
+    # The initial state of a non-additive metric may differ from zero, and must be counted once in the job.
     for metric in keras_internals.metrics_of(model):
         if not keras_internals.is_additive(metric):
             for variable in metric.variables:
@@ -83,16 +97,16 @@ def reset(strategy: Strategy, model: Any) -> None:
 
 
 def add(variables: Sequence[Any], parts: Iterable[Sequence[np.ndarray]]) -> None:
-    """Adds to the `variables` of metrics the `parts`, each with one array per variable, as closures return them."""
-    for variable, *added in zip(variables, *parts, strict=True):
-        if added:
-            held = tf_variable(variable)
-            held.assign_add(np.sum(added, axis=0).astype(held.dtype.as_numpy_dtype))
+    """Adds `parts`, each with one array per variable, to the `variables` of metrics."""
+    for variable, *terms in zip(variables, *parts, strict=True):
+        if terms:
+            target = tf_variable(variable)
+            target.assign_add(np.sum(terms, axis=0).astype(target.dtype.as_numpy_dtype))
 
 
 @contextlib.contextmanager
 def _over_all_replicas(strategy: Strategy, variables: Sequence[Any]) -> Iterator[None]:
-    """The context in which reading `variables` of metrics gives their sums over all replicas."""
+    """The context in which reading `variables` of metrics returns their sums over all replicas."""
     with strategy.scope():
         if strategy.alone:
             yield
@@ -102,32 +116,34 @@ def _over_all_replicas(strategy: Strategy, variables: Sequence[Any]) -> Iterator
             yield
 
 
-def _values(found: Any) -> Any:
-    """The results of metrics, with the present values of variables in their place."""
-    return tf.nest.map_structure(lambda one: one.value if isinstance(one, keras.Variable) else one, found)
+def _values(results: Any) -> Any:
+    """Replaces Keras variables among the results of metrics by their current values."""
+    return tf.nest.map_structure(lambda item: item.value if isinstance(item, keras.Variable) else item, results)
 
 
 @contextlib.contextmanager
 def refused(model: Any, strategy_name: str) -> Iterator[None]:
-    """Steps that are traced in this context refuse metrics that may be no sums: the processes do not meet in a step."""
-    own = [metric for metric in keras_internals.metrics_of(model) if not keras_internals.is_additive(metric)]
-    for metric in own:
-        update = functools.partial(_refuse, strategy_name, metric, metric.update_state)
+    """Within this context, traced steps raise `UsageError` for metrics that may be non-additive."""
+    metrics = [metric for metric in keras_internals.metrics_of(model) if not keras_internals.is_additive(metric)]
+    for metric in metrics:
+        update = functools.partial(_update_if_additive, strategy_name, metric, metric.update_state)
         # Set on the instance and past Keras' attribute tracking, so that nothing of it is saved with the model.
         object.__setattr__(metric, "update_state", update)
     try:
         yield
     finally:
-        for metric in own:
+        for metric in metrics:
             object.__delattr__(metric, "update_state")
 
 
-def _refuse(strategy_name: str, metric: Any, update_state: Callable[..., Any], *arguments: Any, **named: Any) -> None:
+def _update_if_additive(
+    strategy_name: str, metric: Any, update_state: Callable[..., Any], *arguments: Any, **named: Any
+) -> None:
     if not keras_internals.gives_values_per_example(metric, *arguments, **named):
         raise UsageError(
-            f"The metric `{metric.name}` may be no sum over the examples, and the workers of `{strategy_name}` do "
-            "not meet in each step to compute it",
-            "if what it counts can be added up, give it the attribute `additive = True`; else use a strategy that is "
-            "synchronous, such as `multiworker`",
+            f"The metric `{metric.name}` may not be a sum over the examples, and the workers of `{strategy_name}` do "
+            "not compute each step together",
+            "if its state is a sum over the examples, set its attribute `additive = True`; otherwise use a synchronous "
+            "strategy, such as `multiworker`",
         )
     update_state(*arguments, **named)

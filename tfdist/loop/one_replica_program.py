@@ -1,4 +1,4 @@
-"""The inner loop for `run_eagerly=True` with several replicas: one of them computes each step."""
+"""The inner loop for `run_eagerly=True` with several replicas, of which one computes each step."""
 
 from __future__ import annotations
 
@@ -9,25 +9,25 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfdist.interface.program import Logs, Outcome, Steps
+from tfdist.interface.program import Logs, Steps
 from tfdist.internals import keras_variables
 from tfdist.internals import tensorflow as tensorflow_internals
 from tfdist.loop import building
-from tfdist.loop.inner_loop import PredictProgram, StepProgram, joined
+from tfdist.loop.inner_loop import PredictProgram, StepProgram
 from tfdist.loop.one_device_step import OneDeviceStep, own_logs
 from tfdist.optimizers import fused as fused_optimizers
 
 
 @contextlib.contextmanager
 def _on_one_replica(strategy: Any, model: Any) -> Iterator[None]:
-    """The context of an eager step, which makes variables on its way that belong to all replicas."""
+    """The context of an eager step; variables that it creates belong to all replicas."""
     made_in_scope = tensorflow_internals.variables_made_in(strategy.scope)
     with made_in_scope, strategy.tracing(model), keras_variables.looking_up_rows():
         yield
 
 
 class OneReplicaProgram(StepProgram):
-    """Runs the steps of a model with `run_eagerly=True`, which have no graph to partition, on one replica.
+    """Runs eager steps, which have no graph to partition, on one replica.
 
     Each process of a job computes the whole of each batch.
     """
@@ -52,7 +52,7 @@ class OneReplicaProgram(StepProgram):
             finite = bool(self._goes_on())
             if not finite:
                 break
-        mesh.end(self._model.metrics_variables)  # some of which the first step has made
+        mesh.end(self._model.metrics_variables)  # the first step may have created some of them
         building.spread(self._strategy, self._model)
         return done, done == int(count) or not finite, logs or self._results({})
 
@@ -63,16 +63,13 @@ class OneReplicaProgram(StepProgram):
 
 
 class OneReplicaPredictProgram(PredictProgram):
-    """Predicts with a model with `run_eagerly=True` on one replica."""
+    """Predicts eagerly on one replica."""
 
     def __init__(self, strategy: Any, steps: Steps):
         super().__init__(strategy, steps)
         self._one_device = OneDeviceStep(strategy, steps, steps.model.predict_step)
 
-    def run(self, state: Any, first: int, count: int) -> Outcome:
-        outputs = []
-        for batch in self._batches.take(state, first, count):
-            data = self._one_device.whole_batch(state, batch)
-            with _on_one_replica(self._strategy, self._model):
-                outputs.append(self._model.predict_step(data))
-        return Outcome(len(outputs), len(outputs) < count, {"outputs": joined(outputs)} if outputs else {})
+    def _outputs(self, state: Any, batch: Any) -> Any:
+        data = self._one_device.whole_batch(state, batch)
+        with _on_one_replica(self._strategy, self._model):
+            return self._model.predict_step(data)

@@ -1,24 +1,23 @@
-"""`fit`, `evaluate` and `predict` for compiled Keras models, over any strategy.
+"""`fit`, `evaluate` and `predict` for compiled Keras models with any strategy.
 
-Two loops, as Orbit has them: the inner one is a graph that runs many steps, the outer one hosts Keras' callbacks.
+There are two loops, as in Orbit: the inner loop is a graph that runs many steps, the outer loop calls Keras' callbacks.
 
     fit                                    outer, Python
     ├─ on_train_begin, on_epoch_begin
     ├─ while the epoch lasts
     │  ├─ on_train_batch_begin(first)
     │  ├─ program.run(first, count)        inner, one graph: for each step, on each replica, model.train_step
-    │  └─ on_train_batch_end(last, logs)   logs: the metrics so far, as numbers
+    │  └─ on_train_batch_end(last, logs)   logs: the current metrics, as numbers
     ├─ evaluate on the validation data     the same two loops with model.test_step
     └─ on_epoch_end(epoch, logs), on_train_end
 
-A call of the inner loop runs until a callback must be called (see `tfdist.loop.steps_per_call`), at most about half a
-second, so that progress is shown and Ctrl-C takes effect.
+A call of the inner loop runs until a callback must be called (see `tfdist.loop.steps_per_call`), but at most about half
+a second, so that progress is shown and Ctrl-C takes effect.
 
-Before the first step, the processes of a job check that all train the same model on the same data with the same seed,
-and broadcast the chief's variables. At the end of each epoch they compare checksums of the weights: all processes make
-the same assignments of the same values, so that nothing is sent but gradients. What one of them changes alone, as a
-callback does that sets the learning rate where it is the chief, would stay there in silence, and so would a processor
-that rounds otherwise.
+Before the first step, the processes of a job check that they train the same model on the same data with the same seed,
+and broadcast the chief's variables. During an epoch they exchange only gradients, since all processes make the same
+updates. At the end of each epoch they compare checksums of the weights. Otherwise a change in one process alone would
+go unnoticed: a callback that sets the learning rate only in the chief, or a processor that rounds differently.
 """
 
 from __future__ import annotations
@@ -39,9 +38,9 @@ from tfdist.data.input.feed import Feed
 from tfdist.data.input.passes import DataPasses
 from tfdist.errors import DifferenceWarning, UsageError
 from tfdist.groups import parts
-from tfdist.interface import shared_variables
 from tfdist.interface.program import Logs
 from tfdist.interface.strategy import Strategy, seed_of_random
+from tfdist.interface.variables import checksum
 from tfdist.internals import keras as keras_internals
 from tfdist.internals import keras_data, keras_patches, keras_routes
 from tfdist.internals.attached import Attached
@@ -50,114 +49,7 @@ from tfdist.jobs import consensus
 from tfdist.loop import building, metrics, programs
 from tfdist.loop.epoch import EpochRunner
 
-
-def mend_drift(strategy: Any, model: Any, epoch: int) -> None:
-    """Gives all processes the variables of the chief if they differ at the end of an `epoch`, and says so.
-
-    All processes of a strategy that partitions steps call it.
-    """
-    if not strategy.as_one_device or strategy.mesh is None or strategy.world.world_size == 1:
-        return
-    groups = training_state.variables(model)
-    held = [one for one in (*groups["model"], *groups["optimizer"]) if parts.part_of(one) is None]
-    mine = shared_variables.checksum(held)
-    if len(set(consensus.all_gather_object(strategy, mine, "compares the weights of an epoch"))) == 1:
-        return
-    each = [shared_variables.checksum([variable]) for variable in held]
-    of_all = consensus.all_gather_object(strategy, each, "finds the weights that differ")
-    different = [variable.path for variable, *sums in zip(held, *of_all, strict=True) if len(set(sums)) > 1]
-    strategy.broadcast_variables(held)
-    if strategy.world.is_chief:
-        others = f" and {len(different) - 1} more" if len(different) > 1 else ""
-        warnings.warn(
-            f"The processes of the job ended epoch {epoch + 1} with different values of `{different[0]}`{others}; all "
-            "go on with those of the chief\n\n"
-            "hint: a callback that changes a variable, such as the learning rate, must do so in every process",
-            DifferenceWarning,
-            stacklevel=2,
-        )
-
-
-_next_pass: Attached[int] = Attached("next_pass")  # over the data of the model
-
-
-def settle_seed(strategy: Strategy, callbacks: Any) -> None:
-    """Settles the seed of the order of examples, unless the user gave one, and agrees on it with all processes.
-
-    A run that is resumed takes the seed of its checkpoint. Otherwise the seed follows, at the strategy's first
-    training, from Python's `random`, which the user may have seeded after the strategy was made.
-    """
-    seed = None
-    if strategy.world.is_chief and not strategy.seed_is_given:
-        given = getattr(callbacks, "callbacks", None) or tree.flatten(callbacks)
-        resuming = [c for c in keras_patches.with_wrapped(given) if hasattr(c, "seed_to_resume_with")]
-        seed = next((found for c in resuming if (found := c.seed_to_resume_with()) is not None), None)
-        if seed is None and not strategy.seed_is_settled:
-            seed = seed_of_random()
-    seed = consensus.broadcast_from_chief(strategy, seed)
-    if seed is not None:
-        strategy.seed, strategy.seed_is_settled = seed, True
-
-
-def require_alike(strategy: Strategy, model: Any, passes: DataPasses, epochs: range) -> None:
-    """Compares the model, the optimizers, the loss and the sizes of the data over the processes.
-
-    Raises:
-        DisagreementError: something differs.
-    """
-    if strategy.world.world_size > 1:
-        consensus.require_equal(strategy, _facts(model, passes, epochs))
-
-
-def _facts(model: Any, passes: DataPasses, epochs: range) -> dict[str, Any]:
-    optimizers = keras_internals.optimizers(model)
-    return {
-        "the model's parameters": sum(math.prod(v.shape) for v in model.variables),
-        "the model": consensus.fingerprint([(list(v.shape), v.dtype, v.trainable) for v in model.variables]),
-        "the layers": consensus.fingerprint(keras_internals.layers(model)),
-        "the optimizer": ", ".join(optimizer.name for optimizer in optimizers) or None,
-        "its settings": consensus.fingerprint([_config(optimizer) for optimizer in optimizers]),
-        "the loss": tree.map_structure(_named, getattr(model, "loss", None)),
-        "the examples in an epoch": passes.examples,
-        "the batches in an epoch": passes.num_batches,
-        "the batch size": passes.feed.batch_size,
-        "the epochs": f"{epochs.start} to {epochs.stop}",
-    }
-
-
-def _named(thing: Any) -> Any:
-    return thing if isinstance(thing, str | None) else getattr(thing, "name", None) or type(thing).__name__
-
-
-def _config(optimizer: Any) -> Any:
-    """An optimizer's settings without its name, which contains a count of the optimizers of the process."""
-    return {name: value for name, value in optimizer.get_config().items() if name != "name"}
-
-
-def begin_alike(strategy: Strategy, model: Any, callbacks: Any, initial_epoch: int) -> tuple[int, int | None, int]:
-    """Returns the epoch, batch and pass to begin at, and broadcasts the variables of the chief, which reads files."""
-    begin = (
-        keras_internals.initial_epoch(model) or initial_epoch,
-        _resume_batch(callbacks),
-        _next_pass.get(model) or 0,
-    )
-    begin = tuple(consensus.broadcast_from_chief(strategy, begin))
-    building.broadcast(strategy, model)
-    return begin
-
-
-def _resume_batch(callbacks: Any) -> int | None:
-    """The batch of the first epoch at which a callback resumes a run; `None` if no callback does."""
-    found = [getattr(callback, "resume_batch", None) for callback in callbacks.callbacks]
-    return max((batch for batch in found if batch is not None), default=None)
-
-
-def note_next_pass(model: Any, number: int) -> None:
-    """The next training of `model` begins with pass `number` over its data."""
-    _next_pass.set(model, number)
-
-
-# Callbacks that only the chief calls: processes that share a disk would write the same files.
+# Callbacks that only the chief runs, since processes that share a disk would write the same files.
 WRITERS = (
     keras.callbacks.ModelCheckpoint,
     keras.callbacks.BackupAndRestore,
@@ -186,18 +78,20 @@ def fit(
     validation_steps: int | None = None,
     validation_batch_size: int | None = None,
     validation_freq: Any = 1,
+    *,
+    before_training: Callable[[Feed], None] = lambda feed: None,
 ) -> keras.callbacks.History:
-    """Trains `model`; see `keras.Model.fit`, whose arguments and result these are.
+    """Trains `model`, with the arguments and the result of `keras.Model.fit`.
 
     `batch_size` is global. If a callback sets its attribute `resume_batch` in `on_train_begin`, the first epoch begins
-    at that batch, and the metrics are not reset.
+    at that batch, and the metrics are not reset. `before_training` is called with the data before the first step.
 
     Raises:
-        UsageError: the model is not compiled, or not made for this strategy.
+        UsageError: the model is not compiled, or was not created for this strategy.
         DataError: there are no batches.
     """
     check(strategy, model, "fit")
-    settle_seed(strategy, callbacks)
+    _settle_seed(strategy, callbacks)
     epochs = min(epochs, keras_internals.max_epochs() or epochs)
     steps = _limited(steps_per_epoch)
     request = adapters.request(
@@ -213,8 +107,9 @@ def fit(
     programs.build(strategy, model, "train", feed)
     with DataPasses(feed, steps) as passes, writer.finished():
         passes.reset()
-        strategy.before_training(model, feed)
-        require_alike(strategy, model, passes, range(initial_epoch, epochs))
+        before_training(feed)
+        if strategy.world.world_size > 1:
+            consensus.require_equal(strategy, _training_facts(model, passes, range(initial_epoch, epochs)))
         callbacks = _callback_list(strategy, model, callbacks, verbose, passes, epochs=epochs, add_history=True)
 
         def validate(epoch: int) -> Logs:
@@ -227,7 +122,7 @@ def fit(
 
 
 class _Validation:
-    """The validation data of a `fit`, over which it evaluates."""
+    """Evaluates on the validation data of a `fit`."""
 
     def __init__(self, strategy: Strategy, model: Any, data: Any, batch_size: int | None, steps: int | None):
         self._strategy, self._model = strategy, model
@@ -238,7 +133,7 @@ class _Validation:
         )
 
     def run(self, callbacks: Any) -> Logs:
-        # As Keras' own `fit` does, so that an `evaluate` of the model's own, or a wrapper around it, is called.
+        # Like Keras' own `fit`, calls the model's `evaluate`, which may be overridden or wrapped.
         with keras_routes.validating(self._model, self._strategy, self._feed):
             logs: Logs = self._model.evaluate(
                 **self._arguments, callbacks=callbacks, return_dict=True, _use_cached_eval_dataset=True
@@ -257,7 +152,7 @@ def _run_epochs(
     runner = EpochRunner(strategy, model, "train", passes, callbacks)
     model.stop_training = False
     callbacks.on_train_begin()
-    initial_epoch, resume_batch, next_pass = begin_alike(strategy, model, callbacks, epochs.start)
+    initial_epoch, resume_batch, next_pass = _start_together(strategy, model, callbacks, epochs.start)
     passes.begin_at(initial_epoch, resume_batch, next_pass)
     epoch_logs: Logs | None = None
     for epoch in range(initial_epoch, epochs.stop):
@@ -265,18 +160,102 @@ def _run_epochs(
             metrics.reset(strategy, model)
         callbacks.on_epoch_begin(epoch)
         epoch_logs = dict(runner.run(resume_batch or 0))
-        note_next_pass(model, passes.next)
+        _next_pass.set(model, passes.next)
         resume_batch = None
         epoch_logs.update({f"val_{name}": value for name, value in validate(epoch).items()})
         with strategy.whole_state(model) if callbacks.saves_models else contextlib.nullcontext():
             callbacks.on_epoch_end(epoch, epoch_logs)
-        mend_drift(strategy, model, epoch)
+        _repair_drift(strategy, model, epoch)
         model.stop_training = consensus.any_of(strategy, bool(model.stop_training))
         if model.stop_training:
             break
     if isinstance(model.optimizer, keras.optimizers.Optimizer) and epochs.stop > 0:
         strategy.finalize_variables(model)
     callbacks.on_train_end(logs=epoch_logs)
+
+
+_next_pass: Attached[int] = Attached("next_pass")  # the number of the next pass over the data, kept with the model
+
+
+def _settle_seed(strategy: Strategy, callbacks: Any) -> None:
+    """Chooses the seed for the order of examples, unless the user set it, and broadcasts it to all processes.
+
+    A resumed run takes the seed of its checkpoint. Otherwise the strategy's first training derives the seed from
+    Python's `random`, which the user may have seeded after creating the strategy.
+    """
+    seed = None
+    if strategy.world.is_chief and not strategy.seed_is_given:
+        resumes = [callback for callback in _unwrapped(callbacks) if hasattr(callback, "seed_to_resume_with")]
+        seeds = (callback.seed_to_resume_with() for callback in resumes)
+        seed = next((seed for seed in seeds if seed is not None), None)
+        if seed is None and not strategy.seed_is_settled:
+            seed = seed_of_random()
+    seed = consensus.broadcast_from_chief(strategy, seed)
+    if seed is not None:
+        strategy.seed, strategy.seed_is_settled = seed, True
+
+
+def _training_facts(model: Any, passes: DataPasses, epochs: range) -> dict[str, Any]:
+    """Returns what must be equal in all processes: the model, optimizers and loss, and the sizes of the data."""
+    optimizers = keras_internals.optimizers(model)
+    return {
+        "the model's parameters": sum(math.prod(v.shape) for v in model.variables),
+        "the model": consensus.fingerprint([(list(v.shape), v.dtype, v.trainable) for v in model.variables]),
+        "the layers": consensus.fingerprint(keras_internals.layers(model)),
+        "the optimizer": ", ".join(optimizer.name for optimizer in optimizers) or None,
+        "its settings": consensus.fingerprint([_settings(optimizer) for optimizer in optimizers]),
+        "the loss": tree.map_structure(_name_of_loss, getattr(model, "loss", None)),
+        "the examples in an epoch": passes.examples,
+        "the batches in an epoch": passes.num_batches,
+        "the batch size": passes.feed.batch_size,
+        "the epochs": f"{epochs.start} to {epochs.stop}",
+    }
+
+
+def _name_of_loss(loss: Any) -> Any:
+    return loss if isinstance(loss, str | None) else getattr(loss, "name", None) or type(loss).__name__
+
+
+def _settings(optimizer: Any) -> Any:
+    """Returns the configuration of an optimizer without its name, which counts the optimizers of the process."""
+    return {name: value for name, value in optimizer.get_config().items() if name != "name"}
+
+
+def _start_together(strategy: Strategy, model: Any, callbacks: Any, initial_epoch: int) -> tuple[int, int | None, int]:
+    """Broadcasts the chief's variables, and returns the chief's epoch, batch and pass to start with.
+
+    Only the chief reads checkpoints. The batch is `None` unless a callback resumes a run within an epoch.
+    """
+    batches = [getattr(callback, "resume_batch", None) for callback in callbacks.callbacks]
+    resume_batch = max((batch for batch in batches if batch is not None), default=None)
+    start = (keras_internals.initial_epoch(model) or initial_epoch, resume_batch, _next_pass.get(model) or 0)
+    start = tuple(consensus.broadcast_from_chief(strategy, start))
+    building.broadcast(strategy, model)
+    return start
+
+
+def _repair_drift(strategy: Any, model: Any, epoch: int) -> None:
+    """Warns and broadcasts the chief's variables if the variables of the processes differ at the end of an `epoch`."""
+    if not strategy.as_one_device or strategy.mesh is None or strategy.world.world_size == 1:
+        return
+    groups = training_state.variables(model)
+    variables = [variable for variable in (*groups["model"], *groups["optimizer"]) if parts.part_of(variable) is None]
+    total = checksum(variables)
+    if len(set(consensus.all_gather_object(strategy, total, "compares the weights of an epoch"))) == 1:
+        return
+    checksums = [checksum([variable]) for variable in variables]
+    gathered = consensus.all_gather_object(strategy, checksums, "finds the weights that differ")
+    different = [variable.path for variable, *sums in zip(variables, *gathered, strict=True) if len(set(sums)) > 1]
+    strategy.broadcast_variables(variables)
+    if strategy.world.is_chief:
+        others = f" and {len(different) - 1} more" if len(different) > 1 else ""
+        warnings.warn(
+            f"The processes of the job ended epoch {epoch + 1} with different values of `{different[0]}`{others}; all "
+            "continue with the chief's values\n\n"
+            "hint: a callback that changes a variable, such as the learning rate, must do so in every process",
+            DifferenceWarning,
+            stacklevel=2,
+        )
 
 
 def evaluate(
@@ -292,9 +271,9 @@ def evaluate(
     return_dict: bool = False,
     _use_cached_eval_dataset: bool = False,
 ) -> Any:
-    """Loss and metrics of `model` over every example once; see `keras.Model.evaluate`.
+    """Computes the loss and metrics of `model` over every example once; see `keras.Model.evaluate`.
 
-    With `_use_cached_eval_dataset`, an argument that only a `fit` sets, over its validation data.
+    `_use_cached_eval_dataset`, which only `fit` sets, evaluates on the validation data of that `fit`.
     """
     check(strategy, model, "evaluate")
     steps = _limited(steps)
@@ -305,7 +284,14 @@ def evaluate(
     )
     with DataPasses(feed, steps) as passes:
         callbacks = _callback_list(strategy, model, callbacks, verbose, passes, epochs=1)
-        logs = _evaluate(strategy, model, passes, callbacks)
+        runner = EpochRunner(strategy, model, "test", passes, callbacks)
+        model.stop_evaluating = False
+        passes.reset()
+        callbacks.on_test_begin()
+        metrics.reset(strategy, model)
+        logs = keras_internals.pythonify_logs(runner.run(0))
+        passes.close()
+        callbacks.on_test_end(logs)
     return logs if return_dict else keras_internals.in_order_of_metrics(model, logs)
 
 
@@ -318,7 +304,7 @@ def predict(
     steps: int | None = None,
     callbacks: Any = None,
 ) -> Any:
-    """The outputs of `model`, one per example, in the order of the input; see `keras.Model.predict`."""
+    """Returns the outputs of `model`, one per example, in the order of the input; see `keras.Model.predict`."""
     strategy.check(model)
     _check_divisible(strategy, model)
     steps = _limited(steps)
@@ -347,11 +333,11 @@ def train_on_batch(
     class_weight: Any = None,
     return_dict: bool = False,
 ) -> Any:
-    """One step on a global batch; see `keras.Model.train_on_batch`. Every process passes the whole batch."""
+    """Trains on a global batch, which every process passes whole; see `keras.Model.train_on_batch`."""
     check(strategy, model, "train_on_batch")
     if class_weight is not None:
         if sample_weight is not None:
-            raise UsageError("Both `sample_weight` and `class_weight` were given", "give the one or the other")
+            raise UsageError("Both `sample_weight` and `class_weight` are set", "set only one of them")
         sample_weight = keras_data.class_weight_to_sample_weights(y, class_weight)
     logs = _step_on_batch(strategy, model, "train", (x, y, sample_weight))
     return logs if return_dict else keras_internals.in_order_of_metrics(model, logs)
@@ -360,14 +346,14 @@ def train_on_batch(
 def test_on_batch(
     strategy: Strategy, model: keras.Model, x: Any, y: Any = None, sample_weight: Any = None, return_dict: bool = False
 ) -> Any:
-    """Loss and metrics of a global batch; see `keras.Model.test_on_batch`."""
+    """Computes the loss and metrics of a global batch; see `keras.Model.test_on_batch`."""
     check(strategy, model, "test_on_batch")
     logs = _step_on_batch(strategy, model, "test", (x, y, sample_weight))
     return logs if return_dict else keras_internals.in_order_of_metrics(model, logs)
 
 
 def predict_on_batch(strategy: Strategy, model: keras.Model, x: Any) -> Any:
-    """The outputs of `model` for a global batch; see `keras.Model.predict_on_batch`."""
+    """Returns the outputs of `model` for a global batch; see `keras.Model.predict_on_batch`."""
     strategy.check(model)
     feed = BatchFeed((x,))
     outcome = programs.program(strategy, model, "predict", feed).run(feed.start(0, 0), 0, 1)
@@ -387,39 +373,26 @@ def _step_on_batch(strategy: Strategy, model: Any, kind: str, data: Any) -> Logs
     return keras_internals.pythonify_logs(logs)
 
 
-def _evaluate(strategy: Strategy, model: Any, passes: DataPasses, callbacks: Any) -> Logs:
-    runner = EpochRunner(strategy, model, "test", passes, callbacks)
-    model.stop_evaluating = False
-    passes.reset()
-    callbacks.on_test_begin()
-    metrics.reset(strategy, model)
-    logs = keras_internals.pythonify_logs(runner.run(0))
-    passes.close()
-    callbacks.on_test_end(logs)
-    return logs
-
-
 def feed_of(strategy: Strategy, request: adapters.Request, *, for_prediction: bool = False) -> Feed:
-    """The feed of the user's data, compared or joined over the processes of the job, for the strategy's devices."""
+    """Returns the feed of the user's data for the strategy's devices.
+
+    The processes of a job check that their data are equal, or join them if each process has its own part.
+    """
     feed = adapters.make(request, strategy.seed)
     if strategy.world.world_size > 1:
         if request.per_process:
-            _refuse_speeds(strategy)
+            if strategy.speeds is not None:
+                raise UsageError(
+                    "`speeds` is set, and each process brings its own part of the data, which is not divided",
+                    "give each process a number of examples in proportion to its speed, or the whole data",
+                )
             return job_feeds.local(feed, strategy.world) if for_prediction else job_feeds.JoinedFeed(feed, strategy)
         feed = job_feeds.shared(feed, strategy)
     return strategy.placed(feed)
 
 
-def _refuse_speeds(strategy: Strategy) -> None:
-    if strategy.speeds is not None:
-        raise UsageError(
-            "`speeds` is set, and each process brings its own part of the data, which is not divided",
-            "give each process as many examples as it is fast, or the whole data to each",
-        )
-
-
 def check(strategy: Strategy, model: Any, method: str) -> None:
-    """Raises `UsageError` where `method` cannot run: the model is not compiled, or not made for this strategy."""
+    """Raises `UsageError` if the model is not compiled, or was not created for this strategy."""
     if not model.compiled:
         raise UsageError(
             f"The model `{model.name}` is not compiled, and `{method}` needs its loss and metrics",
@@ -439,14 +412,14 @@ def _check_divisible(strategy: Strategy, model: Any) -> None:
         )
 
 
-def _each(callbacks: Any) -> list[Any]:
-    """The callbacks of a list, or of a `CallbackList`, and those that they wrap."""
-    given = getattr(callbacks, "callbacks", None) or tree.flatten(callbacks)
-    return list(keras_patches.with_wrapped(one for one in given if one is not None))
+def _unwrapped(callbacks: Any) -> list[Any]:
+    """Returns the callbacks of a list or a `CallbackList`, and the callbacks that they wrap."""
+    listed = getattr(callbacks, "callbacks", None) or tree.flatten(callbacks)
+    return list(keras_patches.with_wrapped(callback for callback in listed if callback is not None))
 
 
 def _limited(steps: int | None) -> int | None:
-    """`steps`, or Keras' cap on the steps of an epoch if it is lower (`keras.config.set_max_steps_per_epoch`)."""
+    """Limits `steps` to Keras' maximum number of steps per epoch (`keras.config.set_max_steps_per_epoch`)."""
     cap = keras_internals.max_steps_per_epoch()
     return min(steps or cap, cap) if cap else steps
 
@@ -461,9 +434,10 @@ def _callback_list(
     epochs: int,
     add_history: bool = False,
 ) -> Any:
-    strategy.check_callbacks(each := _each(callbacks))
-    # In the lists of all processes, which gather what the chief's callback saves.
-    saves = any(isinstance(callback, keras.callbacks.ModelCheckpoint) for callback in each)
+    unwrapped = _unwrapped(callbacks)
+    strategy.check_callbacks(unwrapped)
+    # All processes must know this, since they gather the variables that the chief's callback saves.
+    saves = any(isinstance(callback, keras.callbacks.ModelCheckpoint) for callback in unwrapped)
     if isinstance(callbacks, keras.callbacks.CallbackList):
         callbacks.saves_models = saves
         return callbacks

@@ -1,14 +1,14 @@
-"""The inner loop of strategies whose replicas compute the step of one device, partitioned (see `tfdist.spmd`).
+"""The inner loop of strategies whose replicas compute the partitioned step of one device (see `tfdist.spmd`).
 
-    the first batch is fetched             how many examples it has for each replica decides which graph runs
+    fetch the first batch                  its number of examples per replica selects the graph
     while there are batches of these sizes
-        the traced step of one device, partitioned for the replicas
-        the next batch is fetched
-    a batch of other sizes                 is handed back, and goes on in the graph of its sizes
+        compute the partitioned step
+        fetch the next batch
+    return a batch of other sizes          it continues in the graph for its sizes
 
-The step is traced once, and partitioned for each number of examples that a batch has. There are two as a rule: that of
-a full batch, and that of the last one. Where these numbers are known before a batch is fetched, each step fetches its
-own: a batch that waits on its devices would have to come to the host to be handed on.
+The step is traced once and partitioned for every batch size, usually two: that of a full batch and that of the last
+batch. If the sizes are known in advance, each step fetches its own batch: otherwise a batch that waits on the devices
+would have to be copied to the host between graphs.
 """
 
 from __future__ import annotations
@@ -26,98 +26,95 @@ from tfdist.internals import keras as keras_internals
 from tfdist.internals import tensorflow as tensorflow_internals
 from tfdist.jobs import consensus
 from tfdist.loop.first_step import FirstStep
-from tfdist.loop.inner_loop import HOST, Graph, PredictProgram, StepProgram, joined
+from tfdist.loop.inner_loop import HOST, Graph, PredictProgram, StepProgram
 from tfdist.loop.one_device_step import OneDeviceStep, Rows, step_of
 from tfdist.spmd import Cost
 
 
 def coarsest(strategy: Any, model: Any) -> float:
-    """The machine epsilon of the coarsest type that layers compute in."""
+    """Returns the machine epsilon of the coarsest dtype in which layers compute."""
     types = {str(layer.compute_dtype) for layer in keras_internals.all_layers(model)} | {"float32"}
-    found = [_epsilon_of(tf.as_dtype(name).as_numpy_dtype) for name in types if "float" in name]
+    epsilons = [_epsilon_of(tf.as_dtype(name).as_numpy_dtype) for name in types if "float" in name]
     on_gpu = any("GPU" in device for device in strategy.devices)
     if on_gpu and tf.config.experimental.tensor_float_32_execution_enabled():
-        found.append(2.0**-10)  # of TensorFloat-32
-    return max(found)
+        epsilons.append(2.0**-10)  # of TensorFloat-32
+    return max(epsilons)
 
 
-def _epsilon_of(kind: type) -> float:
-    """The distance from 1 to the next number; NumPy's `finfo` does not know bfloat16."""
-    one, two = kind(1), kind(2)
-    return float(np.nextafter(one, two) - one)
+def _epsilon_of(dtype: type) -> float:
+    """Returns the distance from 1 to the next number; NumPy's `finfo` does not support bfloat16."""
+    return float(np.nextafter(dtype(1), dtype(2)) - dtype(1))
 
 
 class PartitionedProgram(StepProgram):
     """Runs `model.train_step` or `model.test_step` of one device on all replicas.
 
     Attributes:
-        steps_together: the number of steps that a mesh computes as one, where so many follow each other.
+        steps_together: the number of consecutive steps that a mesh computes together.
     """
 
     steps_together = 1
 
     def __init__(self, strategy: Any, steps: Steps):
         super().__init__(strategy, steps)
-        # All processes must find in the same step that the loss is not finite.
-        found = [keras_internals.loss_tracker(self._model).total] if self._at_nan is AtNan.STOP else []
-        self._one_device = OneDeviceStep(strategy, steps, self._traced_step, read_in_steps=found)
+        # All processes must detect a loss that is not finite in the same step.
+        read_in_steps = [keras_internals.loss_tracker(self._model).total] if self._at_nan is AtNan.STOP else []
+        self._one_device = OneDeviceStep(strategy, steps, self._traced_step, read_in_steps)
         self._graphs: dict[tuple[Rows, bool], Any] = {}
         self._compares = steps.kind == "train" and steps.compares_first and strategy.num_replicas > 1
 
     @property
     def cost(self) -> Cost:
-        """What a step on a full batch costs."""
+        """The cost of a step on a full batch."""
         return self._one_device.cost
 
     def run(self, state: Any, first: int, count: int) -> Outcome:
         done, more, finite = 0, True, True
         logs: Logs = {}
-        held = None  # a batch that was fetched
+        batch = None  # a fetched batch, unless each step fetches its own
         while more and finite and done < count:
             step, one_step = first + done, count - done == 1 and tensorflow_internals.profiling()
-            known = self._batches.lengths_of_step(step, self._strategy.division)
-            if known is None:
-                held = self._fetched(state, step) if held is None else held
-                if held is None:
+            lengths = self._batches.lengths_of_step(step, self._strategy.division)
+            if lengths is None:
+                batch = self._fetched(state, step) if batch is None else batch
+                if batch is None:
                     return Outcome(done, True, logs)
-            rows = self._one_device.rows(state, held) if known is None else tuple(map(int, known))
-            graph = self._graph(rows, held, one_step)
-            if self._compares and held is not None:
-                with self._first_step().compared(self._model, state, held):
-                    steps, more, alike, finite, held, logs = graph(state, tf.constant(step), 1, held)
+            rows = self._one_device.rows(state, batch) if lengths is None else tuple(map(int, lengths))
+            graph = self._graph(rows, batch, one_step)
+            if self._compares and batch is not None:
+                first_step = FirstStep(self._strategy, self._one_device, coarsest(self._strategy, self._model))
+                with first_step.compared(self._model, state, batch):
+                    steps, more, same_sizes, finite, batch, logs = graph(state, tf.constant(step), 1, batch)
             else:
-                steps, more, alike, finite, held, logs = graph(state, tf.constant(step), count - done, held)
+                steps, more, same_sizes, finite, batch, logs = graph(state, tf.constant(step), count - done, batch)
             self._compares = False
             more, finite = bool(more), bool(finite) and self._is_finite(logs)
-            held = held if more and not bool(alike) else None
+            batch = batch if more and not bool(same_sizes) else None
             done += int(steps) if finite else min(int(steps), self._steps_to_not_finite())
         return Outcome(done, not more, logs if done else {})
 
-    def _first_step(self) -> FirstStep:
-        return FirstStep(self._strategy, self._one_device, coarsest(self._strategy, self._model))
-
     def _is_finite(self, logs: Logs) -> bool:
-        """Whether the loss is finite, as far as that is asked for."""
+        """Whether the loss is finite, which is checked here only for `AtNan.FIND`."""
         return self._at_nan is not AtNan.FIND or math.isfinite(logs.get("loss", 0.0))
 
     def _steps_to_not_finite(self) -> int:
-        """The number of steps of the last call of a graph until the loss was not finite."""
+        """Returns the number of steps of the last graph call up to the first with a loss that is not finite."""
         if self._at_nan is AtNan.STOP:
-            return 1 << 31  # it has stopped there
+            return 1 << 31  # the graph itself has stopped there
         return 1 + min(consensus.all_gather_object(self._strategy, int(self._finite_steps.numpy())))
 
     def _traced_step(self, data: Any) -> Logs:
         return step_of(self._strategy, self._model, self._step_name, self._recomputation)(data)
 
     def _fetched(self, state: Any, step: int) -> Any:
-        """The batch number `step` of the pass; `None` if there is none."""
+        """Fetches batch number `step` of the pass; returns `None` at the end of the data."""
         batch = self._batches.fetch(state, tf.constant(step))
         if self._batches.length_known:
             return _without_optionals(batch)
         return _without_optionals(batch.get_value()) if bool(batch.has_value()) else None
 
     def _graph(self, rows: Rows, batch: Any, one_step: bool) -> Callable[..., Any]:
-        """The graph for batches of these sizes."""
+        """Returns the graph for batches of these sizes."""
         if (rows, one_step) not in self._graphs:
             self._graphs[rows, one_step] = _Steps(self, rows, batch, one_step)
         return self._graphs[rows, one_step]
@@ -127,10 +124,10 @@ class _Steps:
     """The graph that runs steps on batches of the same sizes.
 
     Args:
-        program: whose steps they are.
+        program: the program that runs the steps.
         rows: the number of examples of each replica.
-        batch: such a batch; `None` where each step fetches its own.
-        one_step: no further batch is fetched.
+        batch: a batch of these sizes; `None` if each step fetches its own.
+        one_step: whether the graph runs a single step and fetches no further batch.
     """
 
     def __init__(self, program: PartitionedProgram, rows: Rows, batch: Any, one_step: bool):
@@ -140,88 +137,93 @@ class _Steps:
         self._structure = tf.nest.map_structure(_spec_of_any_size, batch)
         self._one_step = one_step
         self._logs = program._one_device.trace().structured_outputs
-        self._graph = Graph(self._run, program._strategy)
+        self._graph = Graph(self._run, program._strategy.single_threaded)
 
     def __call__(self, state: Any, first: tf.Tensor, count: int, batch: Any) -> Any:
-        flat = _flat(batch)
-        steps, more, alike, finite, batch, logs = self._graph(state, first, tf.constant(count), flat)
-        return steps, more, alike, finite, self._packed(batch), logs
+        """Runs up to `count` steps from number `first`.
+
+        Returns:
+            The number of steps, whether there is a next batch, whether it has these sizes, whether the loss is finite,
+            the next batch, and the logs.
+        """
+        steps, more, same_sizes, finite, flat, logs = self._graph(state, first, tf.constant(count), _flat(batch))
+        return steps, more, same_sizes, finite, self._packed(flat), logs
 
     def _run(self, state: Any, first: tf.Tensor, count: tf.Tensor, flat: Sequence[tf.Tensor]) -> Any:
         program = self._program
-        program._count_no_finite_steps()
+        program._reset_finite_steps()
         mesh, metrics = program._one_device.mesh, program._one_device.summed
         mesh.begin(metrics)
         if self._one_step:
             finite, logs = self._step(state, first, flat)
             with tf.control_dependencies([finite]):
                 mesh.end(metrics)
-            one = tf.constant(1), tf.constant(True), tf.constant(True), finite, flat
-            return *one, logs or program._results(logs, after=finite)
+            yes = tf.constant(True)
+            return tf.constant(1), yes, yes, finite, flat, logs or program._results(logs, after=finite)
         with tf.device(HOST):
             yes = tf.constant(True)
-            begun = tf.constant(0), yes, yes, yes, list(flat), self._no_logs()
-        invariants = tf.nest.map_structure(lambda one: one.shape, begun)
+            start = tf.constant(0), yes, yes, yes, list(flat), self._no_logs()
+        invariants = tf.nest.map_structure(lambda tensor: tensor.shape, start)
         invariants = (*invariants[:4], self._shapes(state), invariants[5])
         if program.steps_together > 1 and self._can_look_ahead:
-            begun = self._in_groups(state, first, count, begun, invariants)
+            start = self._in_groups(state, first, count, start, invariants)
         with mesh.branches() as note:
-            done, more, alike, finite, batch, logs = tf.while_loop(
-                lambda done, more, alike, finite, batch, logs: self._goes_on(count, done, more, alike, finite),
-                lambda done, more, alike, finite, batch, logs: self._iteration(state, first, count, done, batch),
-                begun,
+            done, more, same_sizes, finite, flat, logs = tf.while_loop(
+                lambda done, more, same_sizes, finite, *_: self._goes_on(count, done, more, same_sizes, finite),
+                lambda done, more, same_sizes, finite, flat, _: self._iteration(state, first, count, done, flat),
+                start,
                 shape_invariants=invariants,
                 parallel_iterations=program._strategy.parallel_steps,
             )
             note(done)
         with tf.control_dependencies([done]):
             mesh.end(metrics)
-        return done, more, alike, finite, batch, logs or program._results(logs, after=done)
+        return done, more, same_sizes, finite, flat, logs or program._results(logs, after=done)
 
     def _shapes(self, state: Any) -> list[tf.TensorShape]:
-        """The shapes of the tensors of any batch, of which there may be any number of examples."""
+        """Returns the shapes of a batch's tensors, for any number of examples."""
         if self._fetches:
             return []
         with tf.__internal__.FuncGraph("scratch").as_default():
             batch = self._program._batches.fetch(state, tf.constant(0))
             batch = batch if self._program._batches.length_known else batch.get_value()
             return [
-                tf.TensorShape([None, *one.shape[1:]]) if one.shape.rank else one.shape
-                for one in _flat(_without_optionals(batch))
+                tf.TensorShape([None, *tensor.shape[1:]]) if tensor.shape.rank else tensor.shape
+                for tensor in _flat(_without_optionals(batch))
             ]
 
     @property
     def _can_look_ahead(self) -> bool:
-        """Whether the sizes of later batches are known without taking them from the steps that they are for."""
+        """Whether the sizes of later batches can be known without consuming these batches."""
         batches = self._program._batches
         return self._fetches or (batches.length_known and (batches.size is not None or batches.at_any_time))
 
     def _in_groups(
-        self, state: Any, first: tf.Tensor, count: tf.Tensor, begun: tuple[Any, ...], invariants: Any
+        self, state: Any, first: tf.Tensor, count: tf.Tensor, start: tuple[Any, ...], invariants: Any
     ) -> tuple[Any, ...]:
-        """Runs groups of steps on batches of these sizes, as many as there are."""
+        """Runs groups of steps while there are enough batches of these sizes."""
         together, fetch = self._program.steps_together, self._program._batches.fetch
 
         def goes_on(done: tf.Tensor, *conditions: Any) -> tf.Tensor:
             with tf.device(HOST):
-                alike = [self._is_alike_at(state, first + done + number) for number in range(1, together)]
-                return tf.reduce_all([done + together <= count, *conditions[:3], *alike])
+                same_sizes = [self._has_these_sizes(state, first + done + number) for number in range(1, together)]
+                return tf.reduce_all([done + together <= count, *conditions[:3], *same_sizes])
 
-        def group(done: tf.Tensor, more: Any, alike: Any, finite: tf.Tensor, flat: Any, _: Any) -> tuple[Any, ...]:
+        def group(done: tf.Tensor, more: Any, same_sizes: Any, finite: tf.Tensor, flat: Any, _: Any) -> tuple[Any, ...]:
             with tf.device(HOST):
-                held = fetch(state, first + done) if self._fetches else self._packed(flat)
+                batch = fetch(state, first + done) if self._fetches else self._packed(flat)
                 later = [_without_optionals(fetch(state, first + done + number)) for number in range(1, together)]
-            logs = self._program._one_device.compute_together(state, [held, *later], self._rows)
+            logs = self._program._one_device.compute_together(state, [batch, *later], self._rows)
             with tf.device(HOST):
                 done += together
-                more, alike, batch = self._next(state, first + done, done < count, flat)
-            return done, more, alike, finite, batch, logs
+                more, same_sizes, flat = self._next(state, first + done, done < count, flat)
+            return done, more, same_sizes, finite, flat, logs
 
         loop = {"shape_invariants": invariants, "parallel_iterations": 1}
-        return tf.while_loop(goes_on, group, begun, **loop)
+        return tf.while_loop(goes_on, group, start, **loop)
 
     def _goes_on(self, count: tf.Tensor, done: tf.Tensor, *conditions: tf.Tensor) -> tf.Tensor:
-        # The loop is controlled from the host: a condition on a GPU would be waited for, and copied, at each step.
+        # The host controls the loop: a condition on a GPU would be awaited and copied at each step.
         with tf.device(HOST):
             return tf.reduce_all([done < count, *conditions])
 
@@ -231,8 +233,8 @@ class _Steps:
         finite, logs = self._step(state, first + done, flat)
         with tf.device(HOST):
             done += 1
-            more, alike, batch = self._next(state, first + done, done < count, flat)
-        return done, more, alike, finite, batch, logs
+            more, same_sizes, flat = self._next(state, first + done, done < count, flat)
+        return done, more, same_sizes, finite, flat, logs
 
     def _step(self, state: Any, step: tf.Tensor, flat: Sequence[tf.Tensor]) -> tuple[tf.Tensor, Logs]:
         batch = self._program._batches.fetch(state, step) if self._fetches else self._packed(flat)
@@ -240,51 +242,51 @@ class _Steps:
         return self._program._goes_on(), logs
 
     def _next(self, state: Any, step: tf.Tensor, wanted: tf.Tensor, flat: Sequence[tf.Tensor]) -> tuple[Any, ...]:
-        """Whether there is a batch number `step`, whether it has the sizes of this graph, and its tensors."""
+        """Returns whether there is a batch number `step`, whether it has this graph's sizes, and its tensors."""
         batches, division = self._program._batches, self._program._strategy.division
         rows = batches.lengths_of_step(step, division)
         if rows is not None:
-            return tf.constant(True), self._is_alike(rows), []
-        none = [tf.identity(tensor) for tensor in flat]
+            return tf.constant(True), self._equals_rows(rows), []
+        unchanged = [tf.identity(tensor) for tensor in flat]
 
-        def found(batch: Any) -> tuple[Any, ...]:
+        def described(batch: Any) -> tuple[Any, ...]:
             batch = _without_optionals(batch)
             if not self._rows:  # each batch is computed whole
                 return tf.constant(True), tf.constant(True), _flat(batch)
-            return tf.constant(True), self._is_alike(batches.lengths_of_parts(state, batch, division)), _flat(batch)
+            return tf.constant(True), self._equals_rows(batches.lengths_of_parts(state, batch, division)), _flat(batch)
 
         def fetch() -> tuple[Any, ...]:
             batch = batches.fetch(state, step)
             if batches.length_known:
-                return found(batch)
-            ended = tf.constant(False), tf.constant(True), none
-            return tf.cond(batch.has_value(), lambda: found(batch.get_value()), lambda: ended)
+                return described(batch)
+            ended = tf.constant(False), tf.constant(True), unchanged
+            return tf.cond(batch.has_value(), lambda: described(batch.get_value()), lambda: ended)
 
-        with self._program._one_device.mesh.branches() as done:
-            found_or_not: tuple[Any, ...] = tf.cond(wanted, fetch, lambda: (tf.constant(True), tf.constant(True), none))
-            done(found_or_not[0])
-        return found_or_not
+        with self._program._one_device.mesh.branches() as note:
+            next_batch: tuple[Any, ...] = tf.cond(
+                wanted, fetch, lambda: (tf.constant(True), tf.constant(True), unchanged)
+            )
+            note(next_batch[0])
+        return next_batch
 
-    def _is_alike_at(self, state: Any, step: tf.Tensor) -> tf.Tensor:
-        """Whether the batch number `step` has the sizes of this graph."""
+    def _has_these_sizes(self, state: Any, step: tf.Tensor) -> tf.Tensor:
+        """Whether batch number `step` has the sizes of this graph."""
         batches, division = self._program._batches, self._program._strategy.division
         if batches.size is not None:
             return tf.constant(True)
         rows = batches.lengths_of_step(step, division)
-        return self._is_alike(
-            batches.lengths_of_parts(state, batches.fetch(state, step), division) if rows is None else rows
-        )
+        if rows is None:
+            rows = batches.lengths_of_parts(state, batches.fetch(state, step), division)
+        return self._equals_rows(rows)
 
-    def _is_alike(self, rows: Sequence[Any]) -> tf.Tensor:
-        """Whether a batch has the sizes of this graph."""
+    def _equals_rows(self, rows: Sequence[Any]) -> tf.Tensor:
         return tf.reduce_all(tf.equal(tf.stack(list(rows)), tf.constant(self._rows)))
 
     def _no_logs(self) -> Logs:
-        outputs = self._logs
-        return tf.nest.map_structure(lambda one: tf.zeros([n or 0 for n in one.shape], one.dtype), outputs)
+        return tf.nest.map_structure(lambda log: tf.zeros([n or 0 for n in log.shape], log.dtype), self._logs)
 
     def _packed(self, flat: Sequence[tf.Tensor]) -> Any:
-        """The structure of a batch, of its tensors."""
+        """Packs the tensors of a batch into its structure."""
         tensors = iter(flat)
         slots = tf.nest.flatten(self._structure, expand_composites=True)
         filled = [None if slot is None else next(tensors) for slot in slots]
@@ -299,36 +301,25 @@ class PartitionedPredictProgram(PredictProgram):
         self._one_device = OneDeviceStep(strategy, steps, steps.model.predict_step)
         self._graphs: dict[Rows, Any] = {}
 
-    def run(self, state: Any, first: int, count: int) -> Outcome:
-        outputs = []
-        for batch in self._batches.take(state, first, count):
-            if self._batches.local:  # the other processes have batches of their own
-                mine = self._batches.local_examples(state, batch, self._strategy.division)
-                outputs.append(self._one_device.trace()(mine))
-                continue
-            rows = self._one_device.rows(state, batch)
-            if rows not in self._graphs:
-                self._graphs[rows] = Graph(self._of(rows), self._strategy)
-            outputs.append(self._graphs[rows](state, batch))
-        return Outcome(len(outputs), len(outputs) < count, {"outputs": joined(outputs)} if outputs else {})
-
-    def _of(self, rows: Rows) -> Callable[..., Any]:
-        """The function that predicts batches of these sizes."""
-        self._one_device.trace()
-
-        def predict(state: Any, batch: Any) -> Any:
-            return self._one_device.compute(state, batch, rows)
-
-        return predict
+    def _outputs(self, state: Any, batch: Any) -> Any:
+        if self._batches.local:  # each process has its own batches
+            return self._one_device.trace()(self._batches.local_examples(state, batch, self._strategy.division))
+        rows = self._one_device.rows(state, batch)
+        if rows not in self._graphs:
+            self._one_device.trace()
+            self._graphs[rows] = Graph(
+                lambda state, batch: self._one_device.compute(state, batch, rows), self._strategy.single_threaded
+            )
+        return self._graphs[rows](state, batch)
 
 
 def _flat(batch: Any) -> list[tf.Tensor]:
-    """The tensors of a batch."""
+    """Returns the tensors of a batch."""
     return [tensor for tensor in tf.nest.flatten(batch, expand_composites=True) if tensor is not None]
 
 
 def _spec_of_any_size(value: Any) -> Any:
-    """The spec of a tensor, dense, ragged or sparse, whatever the lengths of its axes are; `None` stays `None`."""
+    """Returns the spec of a dense, ragged or sparse tensor with axes of any length; `None` stays `None`."""
     if value is None:
         return None
     shape = tf.TensorShape([None] * value.shape.rank)

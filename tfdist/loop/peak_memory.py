@@ -1,8 +1,8 @@
-"""The memory that a training step needs, estimated from its graph before anything is allocated or run.
+"""Estimates the memory of a training step from its graph, before anything is allocated or run.
 
-The step is traced with variables that have a shape and no memory. Then its operations are gone through in the order in
-which they were traced, which back-propagation follows too: each result is there from its operation to the last one that
-uses it. Elementwise operations overwrite an argument that nothing else uses, as TensorFlow's kernels do.
+The step is traced with variables that have a shape but no memory. Its operations are then visited in the order in which
+they were traced, which back-propagation also follows: a result is in memory from its operation to the last operation
+that uses it. Elementwise operations overwrite an argument that nothing else uses, as TensorFlow's kernels do.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from tfdist.loop import building
 from tfdist.loop.forward_pass import Key, key
 from tfdist.loop.inner_loop import StepProgram
 
-# The length of an axis other than the first that a model leaves open.
+# The assumed length of an axis, other than the first, that a model leaves open.
 OPEN_AXIS = 32
-# What a process on CPUs holds besides, of what is needed at once: the allocator keeps pieces that have become free, and
-# does not find a use for all. It was fitted to five models, see `benchmarks/estimates.py`, and tried on others.
+# The overhead of a CPU process relative to the peak: the allocator keeps freed blocks and cannot reuse all of them.
+# Fitted to five models (see `benchmarks/estimates.py`), and checked with others.
 ALLOCATOR_SHARE = 0.35
 
 
@@ -39,9 +39,9 @@ class Estimate:
     Attributes:
         weights: the variables of the model.
         slots: the variables of its optimizers.
-        gradients: one per trainable variable.
-        activations: all else that is there at the peak of a step: results of the forward pass that the backward pass
-            waits for, and what operations pass on.
+        gradients: the gradients of the trainable variables.
+        activations: everything else in memory at the peak of a step: results of the forward pass that the backward pass
+            needs, and temporary results.
     """
 
     weights: int
@@ -51,17 +51,17 @@ class Estimate:
 
     @property
     def allocator(self) -> int:
-        """What the allocator of a CPU holds besides, by experience."""
+        """The empirical overhead of the CPU allocator."""
         return round(ALLOCATOR_SHARE * (self.weights + self.slots + self.gradients + self.activations))
 
     @property
     def total(self) -> int:
-        """The sum of all, with `allocator`."""
+        """The sum of all parts, including `allocator`."""
         return self.weights + self.slots + self.gradients + self.activations + self.allocator
 
 
 class _OneBatch(Batches):
-    """Batches of which every replica gets a part of a known size; they are never fetched."""
+    """Batches of a fixed size, which are never fetched."""
 
     def __init__(self, spec: Any, batch_size: int):
         self.spec, self.batch_size = spec, batch_size
@@ -72,15 +72,20 @@ class _OneBatch(Batches):
 
 
 def of_training(strategy: Any, model: Any, batch_size: int, spec: Any) -> Estimate:
-    """The memory of a training step of `model` on the one replica of `strategy`.
+    """Estimates the memory of a training step of `model`.
 
     Args:
-        strategy: of one replica.
-        model: compiled, and made with variables without memory, see `keras_variables.without_memory`.
-        batch_size: examples per step.
+        strategy: a strategy with one replica.
+        model: a compiled model, created within `keras_variables.without_memory`.
+        batch_size: the number of examples per step.
         spec: the `tf.TensorSpec`s of a batch.
     """
-    spec = tf.nest.map_structure(lambda one: _with_lengths(one, batch_size), spec)
+
+    def with_lengths(tensor: tf.TensorSpec) -> tf.TensorSpec:
+        lengths = [OPEN_AXIS if length is None else length for length in tensor.shape[1:]]
+        return tf.TensorSpec([batch_size, *lengths], tensor.dtype)
+
+    spec = tf.nest.map_structure(with_lengths, spec)
     building.build(strategy, model, "train", spec)
     program = StepProgram(strategy, Steps(model, "train", _OneBatch(spec, batch_size)))
     with tensorflow_internals.scratch_graph(strategy.scope):
@@ -93,19 +98,14 @@ def of_training(strategy: Any, model: Any, batch_size: int, spec: Any) -> Estima
     return Estimate(weights, slots, gradients, max(0, peak_bytes(operations) - gradients))
 
 
-def _with_lengths(spec: Any, batch_size: int) -> Any:
-    shape = [OPEN_AXIS if length is None else length for length in spec.shape[1:]]
-    return tf.TensorSpec([batch_size, *shape], spec.dtype)
-
-
 def _bytes(variables: Sequence[Any]) -> int:
-    each = {id(variable): tf_variable(variable) for variable in variables}
-    return sum(math.prod(one.shape) * one.dtype.size for one in each.values())
+    distinct = {id(variable): tf_variable(variable) for variable in variables}
+    return sum(math.prod(variable.shape) * variable.dtype.size for variable in distinct.values())
 
 
-# Results that lie in memory which is counted elsewhere.
+# Operations whose results are in memory that is counted elsewhere.
 _OF_VARIABLES = frozenset(("ReadVariableOp", "VarHandleOp", "Placeholder", "Const"))
-# Kernels that overwrite an argument of the size of their result, if nothing else uses it.
+# Operations that overwrite an argument of the size of their result, if nothing else uses it.
 _OVERWRITING = frozenset(
     (
         *("Add", "AddV2", "AddN", "Sub", "Mul", "Div", "RealDiv", "DivNoNan", "MulNoNan", "Maximum", "Minimum", "Neg"),
@@ -117,66 +117,62 @@ _OVERWRITING = frozenset(
 
 
 def peak_bytes(operations: Sequence[tf.Operation]) -> int:
-    """The largest sum of the results that are there at the same time, without variables.
+    """Returns the largest sum of the results that are in memory at the same time, without variables.
 
     Args:
-        operations: all of a graph.
+        operations: all operations of a graph.
     """
     needed = graphs.effective(operations)
-    left: dict[Key, int] = {}  # the uses of a result that are still to come
+    remaining: dict[Key, int] = {}  # the number of outstanding uses of each result
     for operation in operations:
         for root in _used(operation) if operation.name in needed else ():
-            left[root] = left.get(root, 0) + 1
-    held: dict[Key, int] = {}
+            remaining[root] = remaining.get(root, 0) + 1
+    in_memory: dict[Key, int] = {}
     current = peak = 0
     for operation in _in_order(operations, needed):
         if operation.type in _OF_VARIABLES:
             continue
         used = _used(operation)
-        own = {
-            key(one): graphs.bytes_of(one, OPEN_AXIS) for one in operation.outputs if key(graphs.root(one)) == key(one)
-        }
+        results = {key(t): graphs.bytes_of(t, OPEN_AXIS) for t in operation.outputs if key(graphs.root(t)) == key(t)}
         for root in used:
-            left[root] -= 1
-        done = [root for root in dict.fromkeys(used) if left[root] == 0 and root in held]
-        if operation.type in _OVERWRITING and own:
-            same = next((root for root in done if held[root] == next(iter(own.values()))), None)
-            if same is not None:
-                current -= held.pop(same)
-                done.remove(same)
-        held |= own
-        current += sum(own.values())
+            remaining[root] -= 1
+        done = [root for root in dict.fromkeys(used) if remaining[root] == 0 and root in in_memory]
+        if operation.type in _OVERWRITING and results:
+            size = next(iter(results.values()))
+            overwritten = next((root for root in done if in_memory[root] == size), None)
+            if overwritten is not None:
+                current -= in_memory.pop(overwritten)
+                done.remove(overwritten)
+        in_memory |= results
+        current += sum(results.values())
         peak = max(peak, current)
-        for root in [*done, *(name for name in own if not left.get(name))]:
-            current -= held.pop(root, 0)
+        for root in [*done, *(name for name in results if not remaining.get(name))]:
+            current -= in_memory.pop(root, 0)
     return peak
 
 
 def _used(operation: tf.Operation) -> list[Key]:
-    """The results whose memory an operation reads."""
+    """Returns the results whose memory an operation reads."""
     return [] if operation.type in graphs.OF_SHAPE else [key(graphs.root(tensor)) for tensor in operation.inputs]
 
 
 def _in_order(operations: Sequence[tf.Operation], needed: set[str]) -> list[tf.Operation]:
-    """The operations as they were traced, but each before those that use it, and copies when they are used."""
-    found: list[tf.Operation] = []
+    """Returns the operations in traced order, but each before its users, and recomputed copies only when used."""
+    ordered: list[tf.Operation] = []
     seen: set[str] = set()
     for last in operations:
-        if last.name not in needed or _is_copy(last):
+        is_copy = last.name.endswith("/again") or "/held_" in last.name  # see `tfdist.loop.recomputation`
+        if last.name not in needed or is_copy:
             continue
         waiting = [last]
         while waiting:
             operation = waiting[-1]
-            missing = [one for one in graphs.sources(operation) if one.name not in seen]
+            missing = [source for source in graphs.sources(operation) if source.name not in seen]
             if operation.name in seen or not missing:
                 waiting.pop()
                 if operation.name not in seen:
                     seen.add(operation.name)
-                    found.append(operation)
+                    ordered.append(operation)
             else:
                 waiting += missing
-    return found
-
-
-def _is_copy(operation: tf.Operation) -> bool:
-    return operation.name.endswith("/again") or "/held_" in operation.name
+    return ordered

@@ -1,6 +1,6 @@
-"""The inner loops of a model: each is made once and kept with the model, since tracing a graph is slow.
+"""Creates the inner loops of a model once and caches them with the model, since tracing a graph is slow.
 
-A program is dropped when Keras' own function for the steps is replaced, as by `compile` and
+A cached program is dropped when Keras' own step function is replaced, for example by `compile` or
 `make_train_function(force=True)`.
 """
 
@@ -25,14 +25,14 @@ from tfdist.spmd import Cost
 
 
 @dataclass
-class _Made:
-    """The programs for the steps of one kind of a model.
+class _Cache:
+    """The programs of a model for one kind of steps.
 
     Attributes:
         function: Keras' own function for these steps.
-        built: the variables of the steps were made.
+        built: whether the variables of the steps were created.
         own_logs: see `tfdist.interface.program.Steps`.
-        programs: by strategy, batches and callbacks.
+        programs: the programs by strategy, batches and callbacks.
     """
 
     function: Any
@@ -42,28 +42,28 @@ class _Made:
 
 
 def program(strategy: Strategy, model: Any, kind: str, feed: Feed, callbacks: Sequence[Any] = ()) -> Program:
-    """The inner loop for the batches of `feed` and for `callbacks`; `kind` is "train", "test" or "predict"."""
+    """Returns the inner loop for the batches of `feed` and `callbacks`; `kind` is "train", "test" or "predict"."""
     at_nan = steps_per_call.at_nan(callbacks if kind == "train" else ())
     key = (id(strategy), feed.batches, at_nan, strategy.mesh and str(feed.spec))
-    programs = _made(model, kind).programs
+    programs = _cache(model, kind).programs
     if key not in programs:
         build(strategy, model, kind, feed)
-        own_logs = _made(model, kind).own_logs
+        own_logs = _cache(model, kind).own_logs
         compares = strategy.compare_first_step and not programs
         programs[key] = strategy.program(Steps(model, kind, feed.batches, at_nan, own_logs, feed.spec, compares))
     return programs[key]
 
 
 def of_mesh(strategy: Strategy, steps: Steps) -> Program:
-    """The inner loop for the replicas of a strategy that has a `mesh`, or for a strategy of one replica."""
+    """Creates the inner loop for a strategy with a `mesh`, or with a single replica."""
     predicts = int(steps.kind == "predict")
     if strategy.alone:
         return (StepProgram, PredictProgram)[predicts](strategy, steps)
     if strategy.mesh is None:
         raise UsageError(
-            f"The strategy `{strategy.name}` has {strategy.num_replicas} replicas, and says neither how they exchange "
-            "values nor who runs their steps",
-            "give it a property `mesh`, or a method `program`; docs/strategies.md tells of both",
+            f"The strategy `{strategy.name}` has {strategy.num_replicas} replicas, and defines neither how they "
+            "communicate nor how their steps run",
+            "define a property `mesh` or a method `program`; docs/strategies.md describes both",
         )
     if strategy.runs_eagerly(steps.model):
         return (OneReplicaProgram, OneReplicaPredictProgram)[predicts](strategy, steps)
@@ -71,35 +71,35 @@ def of_mesh(strategy: Strategy, steps: Steps) -> Program:
 
 
 def build(strategy: Strategy, model: Any, kind: str, feed: Feed) -> None:
-    """Makes the variables that the steps of `kind` need, unless they were made before."""
-    made = _made(model, kind)
-    strategy.unseeded()  # made here, outside of the graphs that workers trace
-    if not made.built:
+    """Creates the variables that the steps of `kind` need, unless they exist."""
+    cache = _cache(model, kind)
+    strategy.unseeded()  # creates the generator outside of the graphs that workers trace
+    if not cache.built:
         spec = feed.spec if strategy.mesh is None else keras_data.traced_spec(feed.spec, feed.batches.size)
-        made.own_logs = building.build(strategy, model, kind, spec)
-        made.built = True
+        cache.own_logs = building.build(strategy, model, kind, spec)
+        cache.built = True
 
 
 def any_made(model: Any, kind: str) -> bool:
     """Whether there is a program for the steps of `kind`."""
-    return bool(_made(model, kind).programs)
+    return bool(_cache(model, kind).programs)
 
 
-_programs: Attached[dict[str, _Made]] = Attached("programs")  # by the kind of steps
+_caches: Attached[dict[str, _Cache]] = Attached("programs")  # by the kind of steps
 
 
-def _made(model: Any, kind: str) -> _Made:
+def _cache(model: Any, kind: str) -> _Cache:
     function = keras_internals.step_function(model, kind)
-    kinds = _programs.get(model)
-    if kinds is None:
-        _programs.set(model, kinds := {})
-    if kind not in kinds or kinds[kind].function is not function:
-        kinds[kind] = _Made(function)
-    return kinds[kind]
+    caches = _caches.get(model)
+    if caches is None:
+        _caches.set(model, caches := {})
+    if kind not in caches or caches[kind].function is not function:
+        caches[kind] = _Cache(function)
+    return caches[kind]
 
 
 def cost(model: Any) -> Cost | None:
-    """What the partitioned step of a training of `model` costs; `None` where no step is partitioned."""
-    programs = _made(model, "train").programs.values()
-    costs = [one.cost for one in programs if isinstance(one, PartitionedProgram)]
-    return max(costs, key=lambda one: one.flops, default=None)
+    """Returns the cost of the partitioned training step of `model`; `None` if no step is partitioned."""
+    programs = _cache(model, "train").programs.values()
+    costs = [program.cost for program in programs if isinstance(program, PartitionedProgram)]
+    return max(costs, key=lambda cost: cost.flops, default=None)

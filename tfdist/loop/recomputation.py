@@ -1,10 +1,10 @@
-"""Recomputation: what the forward pass of a step has computed is computed again when the backward pass needs it.
+"""Recomputation (gradient checkpointing): activations are recomputed when the backward pass needs them.
 
-The step is traced as ever, and its graph is changed afterwards: operations of the backward pass that use a tensor of
-the forward pass get a copy of it, which is computed from tensors that are held, once the backward pass has come to it.
-Only pure operations are copied. What a step reads or changes (variables, moving averages, seeds), draws from a stateful
-generator, or exchanges with other replicas happens once, and copies use its result. So losses, masks, random numbers
-and gradients are those of the plain step.
+The step is traced as usual, and its graph is rewritten afterwards: operations of the backward pass that use a tensor of
+the forward pass get a copy of it, recomputed from kept tensors once the backward pass has reached it. Only pure
+operations are copied. Reads and updates of variables, draws from stateful generators, and communication with other
+replicas happen once, and the copies use their results. Therefore losses, masks, random numbers and gradients equal
+those of the original step.
 
 Source: Chen et al., Training deep nets with sublinear memory cost, arXiv 1604.06174, 2016.
 """
@@ -12,7 +12,7 @@ Source: Chen et al., Training deep nets with sublinear memory cost, arXiv 1604.0
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -25,23 +25,24 @@ from tfdist.internals import keras_patches, tensorflow_patches
 from tfdist.internals import tensorflow_graphs as graphs
 from tfdist.loop.forward_pass import ForwardPass, Key, Place, Segment, key
 
-# The length of an axis whose length is not known.
+# The assumed length of an axis with unknown length.
 UNKNOWN_LENGTH = 32
 
 _SCOPE = "tfdist_recomputing"
 _BACKWARD = "tfdist_backward"
 # Operations whose results exist before a step.
 _OUT_OF_STEP = frozenset(("Const", "ReadVariableOp", "Placeholder"))
-_OF_A_TAPE = "gradient_tape/"  # TensorFlow's, in front of the names of what a tape computes
+_OF_A_TAPE = "gradient_tape/"  # TensorFlow's name prefix for operations of a gradient tape
 
 
 class Recomputation:
     """Recomputation in the steps of one model.
 
     Args:
-        wanted: "blocks", or the names of the layers whose outputs are held; `None` leaves steps as they are.
-        model: whose steps are traced.
-        examples: in the part of a replica; `None` if that varies.
+        wanted: "blocks", or the names of the layers whose outputs are kept; `None` disables recomputation.
+        model: the model whose steps are traced.
+        examples: the number of examples of a replica; `None` if it varies.
+        eager: whether the steps run without a graph.
 
     Raises:
         UsageError: the steps of the model are not traced.
@@ -66,7 +67,7 @@ class Recomputation:
                 registry.require_known(name, f"layer of the model `{model.name}`", known)
 
     def marked(self, step: Callable[[Any], Any]) -> Callable[[Any], Any]:
-        """`step`, whose operations are noted, and those of its gradients among them."""
+        """Wraps `step` so that the names of its operations show whether they belong to its gradients."""
         if self.wanted is None:
             return step
 
@@ -78,7 +79,7 @@ class Recomputation:
 
     @contextlib.contextmanager
     def traced(self) -> Iterator[None]:
-        """The context in which a step is traced; its graph is changed at the end."""
+        """The context in which a step is traced; its graph is rewritten at the end."""
         if self.wanted is None:
             yield
             return
@@ -86,24 +87,23 @@ class Recomputation:
         before = len(graph.get_operations())
         self._outputs.clear()
         names = () if self.wanted == BLOCKS else self.wanted
-        with keras_patches.noting_outputs(names, self._note):
+        with keras_patches.noting_outputs(names, self._record_outputs):
             yield
-        self._change(graph.get_operations()[before:])
+        self._rewrite(graph.get_operations()[before:])
 
-    def _note(self, name: str, outputs: Any) -> None:
-        found = [one for one in tf.nest.flatten(outputs) if tf.is_symbolic_tensor(one)]
-        self._outputs.setdefault(name, []).append(found)
+    def _record_outputs(self, name: str, outputs: Any) -> None:
+        tensors = [output for output in tf.nest.flatten(outputs) if tf.is_symbolic_tensor(output)]
+        self._outputs.setdefault(name, []).append(tensors)
 
-    def _change(self, operations: Sequence[tf.Operation]) -> None:
+    def _rewrite(self, operations: Sequence[tf.Operation]) -> None:
         uses = _Uses(operations)
-        changed = []
+        has_gradients = False
         for run in _forward_runs(operations):
             forward = ForwardPass(run, uses.forward, uses.backward, self._examples)
-            if not forward.used:
-                continue
-            cuts = forward.blocks() if self.wanted == BLOCKS else self._cuts(forward)
-            changed.append(_recompute(forward, cuts, uses))
-        if not changed:
+            if forward.used:
+                has_gradients = True
+                _recompute(forward, forward.blocks() if self.wanted == BLOCKS else self._cuts(forward), uses)
+        if not has_gradients:
             raise UsageError(
                 f"`recompute` is set, and the step of the model `{self._model.name}` computes no gradients in its own "
                 "graph",
@@ -111,11 +111,8 @@ class Recomputation:
             )
 
     def _cuts(self, forward: ForwardPass) -> list[int]:
-        found = set()
-        for name in self.wanted or ():
-            calls = [forward.after(outputs) for outputs in self._outputs.get(name, ())]
-            found |= {cut for cut in calls if cut is not None}
-        return sorted(found)
+        cuts = {forward.after(outputs) for name in self.wanted or () for outputs in self._outputs.get(name, ())}
+        return sorted(cut for cut in cuts if cut is not None)
 
 
 def _is_backward(operation: tf.Operation) -> bool:
@@ -123,7 +120,7 @@ def _is_backward(operation: tf.Operation) -> bool:
 
 
 def _forward_runs(operations: Sequence[tf.Operation]) -> list[list[tf.Operation]]:
-    """The forward passes: operations of a step without a gradient between them, in order."""
+    """Returns the forward passes: consecutive operations of a step that belong to no gradient."""
     runs: list[list[tf.Operation]] = [[]]
     for operation in operations:
         if _SCOPE not in operation.name:
@@ -136,7 +133,7 @@ def _forward_runs(operations: Sequence[tf.Operation]) -> list[list[tf.Operation]
 
 
 class _Uses:
-    """Which operations use which tensor."""
+    """The operations that use each tensor, in the forward passes and in the backward passes."""
 
     def __init__(self, operations: Sequence[tf.Operation]):
         self.order = {operation.name: index for index, operation in enumerate(operations)}
@@ -146,7 +143,7 @@ class _Uses:
         for operation in operations:
             backward = _is_backward(operation) and operation.name not in early
             if backward and operation.type in graphs.OF_SHAPE:
-                continue  # runs in the forward pass, and holds no memory
+                continue  # runs in the forward pass, and keeps no memory
             for index, tensor in enumerate(operation.inputs):
                 if backward:
                     self.backward.setdefault(key(tensor), []).append((operation, index))
@@ -156,68 +153,68 @@ class _Uses:
 
 
 def _early(operations: Sequence[tf.Operation], order: Mapping[str, int]) -> set[str]:
-    """The names of the operations that an operation uses which was traced before them.
+    """Returns the names of operations that are inputs of an operation which was traced before them.
 
-    To differentiate a loop, TensorFlow gives the loop of the forward pass lists to keep its values in.
+    To differentiate a loop, TensorFlow adds lists to the loop of the forward pass, which store its values.
     """
-    found: set[str] = set()
+    early: set[str] = set()
     for operation in operations:
         waiting = [operation]
         while waiting:
             for tensor in waiting.pop().inputs:
-                one = tensor.op
-                if order.get(one.name, -1) > order[operation.name] and one.name not in found:
-                    found.add(one.name)
-                    waiting.append(one)
-    return found
+                source = tensor.op
+                if order.get(source.name, -1) > order[operation.name] and source.name not in early:
+                    early.add(source.name)
+                    waiting.append(source)
+    return early
 
 
-def _recompute(forward: ForwardPass, cuts: Sequence[int], uses: _Uses) -> int:
-    """Lets the backward pass use copies; returns the number of operations that are copied."""
+def _recompute(forward: ForwardPass, cuts: Sequence[int], uses: _Uses) -> None:
+    """Copies the segments between the cuts, and makes the backward pass use the copies."""
     segments = forward.choose(cuts).segments
     copied = {key(tensor) for segment in segments for tensor in segment.used}
-    rest = [tensor for tensor in forward.used if key(tensor) not in copied and not forward.is_held(tensor)]
-    finished = _names(use for tensor in rest for use in uses.backward[key(tensor)])
-    count = 0
+    last = [tensor for tensor in forward.used if key(tensor) not in copied and not forward.is_kept(tensor)]
+    users = _operations(place for tensor in last for place in uses.backward[key(tensor)])
     for segment in reversed(segments):
         if not segment.used:
             continue
-        places = [place for tensor in segment.used for place in uses.backward[key(tensor)]]
-        _copy(forward, segment, uses, places, finished)
-        finished = _names(places)
-        count += len(segment.operations)
-    return count
+        later_users = users
+        users = _operations(place for tensor in segment.used for place in uses.backward[key(tensor)])
+        _copy(segment, uses, users, later_users)
 
 
-def _names(places: Any) -> dict[str, tf.Operation]:
+def _operations(places: Iterable[Place]) -> dict[str, tf.Operation]:
     return {operation.name: operation for operation, _ in places}
 
 
 def _copy(
-    forward: ForwardPass,
-    segment: Segment,
-    uses: _Uses,
-    places: Sequence[Place],
-    earlier: Mapping[str, tf.Operation],
+    segment: Segment, uses: _Uses, users: Mapping[str, tf.Operation], later_users: Mapping[str, tf.Operation]
 ) -> None:
-    """Copies a segment, to be computed after the backward pass has left the segment behind it."""
+    """Copies a segment, to be computed once the backward pass has finished the following segment.
+
+    Args:
+        segment: the segment.
+        uses: the operations that use each tensor.
+        users: the operations of the backward pass that will use the copies.
+        later_users: the operations of the backward pass that use the following segment.
+    """
     order = uses.order
-    using = sorted({operation.name: operation for operation, _ in places}.values(), key=lambda one: order[one.name])
-    first = order[using[0].name]
-    upstream = ([t.op for t in one.inputs if _is_backward(t.op) and order[t.op.name] < first] for one in using)
+    in_order = sorted(users.values(), key=lambda user: order[user.name])
+    first = order[in_order[0].name]
+    upstream = ([t.op for t in user.inputs if _is_backward(t.op) and order[t.op.name] < first] for user in in_order)
     begun = next(filter(None, upstream), [])
-    # On CPUs TensorFlow makes one operation of a bias' gradient and its convolution's, which uses the copies.
+    # On CPUs, TensorFlow fuses the gradients of a bias and its convolution into one operation, which uses the copies.
     ended = [
-        one
-        for name, one in earlier.items()
-        if order[name] < first and name in uses.effective and one.type != "BiasAddGrad"
+        user
+        for name, user in later_users.items()
+        if order[name] < first and name in uses.effective and user.type != "BiasAddGrad"
     ]
-    after = list({one.name: one for one in [*begun, *ended]}.values())
+    after = list({operation.name: operation for operation in [*begun, *ended]}.values())
     barriers: dict[Key, tf.Tensor] = {}
     copies: dict[str, tf.Operation] = {}
 
-    def begin(tensor: tf.Tensor) -> tf.Tensor:
-        """A held tensor, once the backward pass has come here."""
+    def delayed(tensor: tf.Tensor) -> tf.Tensor:
+        """Returns a kept tensor that is available once the backward pass has reached this segment."""
         if key(tensor) not in barriers:
             name = f"{_OF_A_TAPE}{tensor.op.name}/held_{tensor.value_index}"
             barriers[key(tensor)] = graphs.barrier(tensor, name, after)
@@ -225,12 +222,14 @@ def _copy(
 
     for operation in segment.operations:
         inputs = list(operation.inputs)
-        again = [copies[one.op.name].outputs[one.value_index] if one.op.name in copies else None for one in inputs]
-        if any(one is not None for one in again):
-            inputs = [one if copied is None else copied for one, copied in zip(inputs, again, strict=True)]
+        if any(tensor.op.name in copies for tensor in inputs):
+            inputs = [
+                copies[tensor.op.name].outputs[tensor.value_index] if tensor.op.name in copies else tensor
+                for tensor in inputs
+            ]
         else:
-            of_step = [one for one in inputs if one.op.type not in _OUT_OF_STEP] or inputs
-            inputs = [begin(one) if any(one is each for each in of_step) else one for one in inputs]
+            of_step = [tensor for tensor in inputs if tensor.op.type not in _OUT_OF_STEP] or inputs
+            inputs = [delayed(t) if any(t is other for other in of_step) else t for t in inputs]
         copies[operation.name] = graphs.copy(operation, inputs, f"{_OF_A_TAPE}{operation.name}/again")
     for tensor in segment.used:
         for operation, index in uses.backward[key(tensor)]:

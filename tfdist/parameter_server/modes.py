@@ -19,7 +19,7 @@ from typing import Any
 import keras
 
 from tfdist.errors import UnknownNameError, UsageError
-from tfdist.interface.bound import Bound, Staleness, Together
+from tfdist.interface.bound import Bound, Staleness, SynchronousUpdates
 from tfdist.interface.program import Program, Steps
 from tfdist.internals import keras as keras_internals
 from tfdist.options import require_owned
@@ -90,7 +90,7 @@ class Mode:
         if self.name == "ssp":
             return Staleness((2 * self.options["staleness"] + 1) * (workers - 1))
         if self.name == "bsp":
-            return Together()
+            return SynchronousUpdates()
         return Staleness(None) if self.name == "asp" else None
 
     def program(self, strategy: Any, steps: Steps) -> Program:

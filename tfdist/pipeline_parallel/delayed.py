@@ -65,7 +65,7 @@ def is_delayed(schedule: str, kind: str) -> bool:
     return schedule == NAME and kind == "train"
 
 
-def begin_anew(model: Any) -> None:
+def before_checkpoint(model: Any) -> None:
     """The next step of `model` computes with its newest weights, as a training that is resumed here does."""
     previous = previous_weights.kept(model)
     if previous is not None:

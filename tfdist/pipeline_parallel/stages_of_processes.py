@@ -378,8 +378,8 @@ class StagesOfProcesses(JobStrategy):
         late = delayed.is_delayed(self._schedule, steps.kind)
         return (DelayedStageProgram if late else StageProgram)(self, steps)
 
-    def begin_anew(self, model: Any) -> None:
-        delayed.begin_anew(model)
+    def before_checkpoint(self, model: Any) -> None:
+        delayed.before_checkpoint(model)
 
     # The model in stages.
 

@@ -44,10 +44,10 @@ class IndependentStrategy(JobStrategy):
     def join(self) -> ProcessGroup:
         return joining.join(self._engine, self.world, self.name, self.timeout_seconds, self.start_timeout_seconds)
 
-    def begin_anew(self, model: Any) -> None:
-        averages = strategy_state.of(model).kept
-        if averages is not None:
-            averages.synchronize()
+    def before_checkpoint(self, model: Any) -> None:
+        kept = strategy_state.of(model).kept
+        if kept is not None:
+            kept.synchronize()
 
     def check(self, model: Any) -> None:
         super().check(model)

@@ -1,1 +1,1 @@
-"""What all strategies derive from: the interface with what users call, and what processes of a job share."""
+"""The base classes of all strategies: the methods that users call, and the processes of a job."""

@@ -1,6 +1,6 @@
-"""A strategy whose replicas are in several processes: how they join, find out who is missing, and exchange messages.
+"""The base class of strategies with replicas in several processes: joining the job, and detecting missing processes.
 
-What the processes exchange goes through the strategy's process group (`tfdist.groups`), which `join` makes.
+The processes communicate through the strategy's process group (`tfdist.groups`), which `join` returns.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ class JobStrategy(TrainingStrategy):
     """Trains on all processes of a job.
 
     Args:
-        timeout_seconds: how long a process may be silent.
-        callback_timeout_seconds: how long a process may be busy, as in a callback, while others wait for it; `None`
-            is without limit.
-        start_timeout_seconds: how long the start waits for all processes; `None` is the launcher's setting, else 60.
-        job_settings: settings that must be the same in all processes, as the versions of packages must.
+        timeout_seconds: how long a process may send no heartbeat.
+        callback_timeout_seconds: how long a process may be busy, for example in a callback, while others wait for it;
+            `None` for no limit.
+        start_timeout_seconds: how long the start waits for all processes; `None` uses the launcher's setting or 60.
+        job_settings: settings that must be equal in all processes, like the versions of packages.
         options: see `tfdist.interface.strategy.Strategy`.
 
     Raises:
@@ -46,9 +46,9 @@ class JobStrategy(TrainingStrategy):
         ClusterError: a process is missing, or has other versions or settings.
     """
 
-    seconds_per_call = 2.0  # between calls the processes agree on the next one, and sum the metrics
-    parallel_steps = 1  # exchanges are told apart by their order, or by names which each step uses again
-    several_devices: ClassVar[bool] = False  # a process may have several
+    seconds_per_call = 2.0  # between calls, the processes agree on the next one and sum the metrics
+    parallel_steps = 1  # collective operations are matched by their order, or by names that every step uses again
+    several_devices: ClassVar[bool] = False  # whether a process may have several devices
 
     def __init__(
         self,
@@ -64,17 +64,17 @@ class JobStrategy(TrainingStrategy):
         self.start_timeout_seconds = timeouts.start_timeout_seconds(start_timeout_seconds)
         self.job_settings = dict(job_settings or {})
         super().__init__(**options)
-        # The order of the examples follows from the seed, which must be the same everywhere.
+        # The seed determines the order of the examples, so it must be equal in all processes.
         self.seed = consensus.broadcast_from_chief(self, self.seed)
         if self.world.world_size > 1 and global_seed() is None:  # the user has not set it
-            tf.random.set_seed(self.seed)  # so that operations without a seed draw the same in all processes
+            tf.random.set_seed(self.seed)  # operations without a seed draw the same numbers in all processes
 
     def join(self) -> ProcessGroup:
-        """Joins the job that `self.world` describes; may set `self.variables`."""
+        """Joins the job that `self.world` describes and returns its process group; may set `self.variables`."""
         raise NotImplementedError
 
     def make_mesh(self) -> spmd.Mesh | None:
-        """The replicas that compute the partitioned step of one device: one in each process, if not overridden."""
+        """Returns the replicas that compute the partitioned step, by default one in each process."""
         return ProcessMesh(self.group, self.devices[0], Packing())
 
     @property
@@ -83,16 +83,16 @@ class JobStrategy(TrainingStrategy):
 
     def choose_devices(self, wanted: int | str | Sequence[str] | None) -> list[str]:
         # An engine may have to know the job before TensorFlow starts, so the devices are only counted here.
-        own = gpus.of_process(World.detect(os.environ), os.environ)
-        available = len(own) or 1 if self.several_devices else 1
+        assigned = gpus.of_process(World.detect(os.environ), os.environ)
+        available = len(assigned) or 1 if self.several_devices else 1
         count = available if wanted is None else wanted
         if not isinstance(count, int) or not 1 <= count <= available:
-            found = f"{available} GPU{'s' * (available > 1)}" if own else "one CPU"
+            devices = f"{available} GPU{'s' * (available > 1)}" if assigned else "one CPU"
             raise UsageError(
-                f"`devices` is `{wanted}`, and a process of `{self.name}` has {found}",
+                f"`devices` is `{wanted}`, and a process of `{self.name}` has {devices}",
                 "leave `devices` out; start more processes to use more of the machine",
             )
-        return gpus.use_only(own[:count]) or ["CPU:0"]
+        return gpus.use_only(assigned[:count]) or ["CPU:0"]
 
     def set_up(self) -> None:
         self.world = World.detect(os.environ)
@@ -134,20 +134,20 @@ class JobStrategy(TrainingStrategy):
                 raise explained from error
 
     def named(self, error: ClusterError) -> ClusterError:
-        """`error`, which names processes, with what else is known of them."""
+        """Returns `error`, which names processes, with any details that the strategy knows about them."""
         return error
 
 
 @functools.cache
 def _heartbeat(group: ProcessGroup, world: World, limits: Limits) -> Heartbeat:
-    """The heartbeat of this process, whose threads live as long as the process."""
+    """Returns the heartbeat of this process, whose threads run until the process ends."""
     heartbeat = Heartbeat(world, group.exchange, group.counts, limits, group.give_up)
     group.excuse(heartbeat.others_are_busy)
     return heartbeat
 
 
 def needs_whole_state(callback: Any) -> str | None:
-    """What a callback of Keras' is that reads or writes all variables in one process, or within epochs; else `None`."""
+    """Describes a Keras callback that needs all variables in one process, or saves within epochs; otherwise `None`."""
     name = type(callback).__name__
     if isinstance(callback, keras.callbacks.ModelCheckpoint) and callback.save_freq != "epoch":
         return f"`{name}` within epochs"

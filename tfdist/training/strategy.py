@@ -1,17 +1,21 @@
-"""What all strategies derive from: the interface, and the methods that users call, such as `fit`."""
+"""The base class of all strategies: the interface, and the methods that users call, such as `fit`."""
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
+from tfdist.data.input import adapters
 from tfdist.data.input.feed import Feed
+from tfdist.data.input.passes import DataPasses
 from tfdist.interface.program import Program, Steps
 from tfdist.interface.strategy import Strategy
 from tfdist.internals import keras as keras_internals
 from tfdist.internals import keras_routes
 from tfdist.jobs.world import World
 from tfdist.loop import outer_loop, programs
-from tfdist.verification import comparison, verify
+from tfdist.verification import bounds, comparison
 
 
 class TrainingStrategy(Strategy):
@@ -19,71 +23,96 @@ class TrainingStrategy(Strategy):
 
     @classmethod
     def of_job(cls, world: World) -> type[TrainingStrategy]:
-        """The class to make in a job, by its name `cls.name`, if not this one."""
+        """Returns the class to use in a job, which may be another class than the one called `cls.name`."""
         del world
         return cls
 
     def program(self, steps: Steps) -> Program:
         return programs.of_mesh(self, steps)
 
-    def before_training(self, model: Any, feed: Feed) -> None:
-        if keras_internals.take_to_verify(model):
-            comparison.verify(self, model, feed.first(comparison.STEPS))
-
     def fit(self, model: Any, *arguments: Any, **named: Any) -> Any:
         """`keras.Model.fit` with this strategy: the same arguments and callbacks; `batch_size` is global."""
-        return self._in_loop("fit", model, *arguments, **named)
+
+        def before_training(feed: Feed) -> None:
+            if keras_internals.take_to_verify(model):
+                comparison.verify(self, model, feed.first(comparison.STEPS))
+
+        with self._calling(model):
+            return outer_loop.fit(self, model, *arguments, before_training=before_training, **named)
 
     def evaluate(self, model: Any, *arguments: Any, **named: Any) -> Any:
-        """`keras.Model.evaluate` with this strategy: every example counts once, metrics are merged by their state."""
-        return self._in_loop("evaluate", model, *arguments, **named)
+        """`keras.Model.evaluate` with this strategy: every example counts once, and metrics are merged by state."""
+        with self._calling(model):
+            return outer_loop.evaluate(self, model, *arguments, **named)
 
     def predict(self, model: Any, *arguments: Any, **named: Any) -> Any:
         """`keras.Model.predict` with this strategy: one output per example, in the order of the input."""
-        return self._in_loop("predict", model, *arguments, **named)
+        with self._calling(model):
+            return outer_loop.predict(self, model, *arguments, **named)
 
     def train_on_batch(self, model: Any, *arguments: Any, **named: Any) -> Any:
         """`keras.Model.train_on_batch` with this strategy, on a global batch."""
-        return self._in_loop("train_on_batch", model, *arguments, **named)
+        with self._calling(model):
+            return outer_loop.train_on_batch(self, model, *arguments, **named)
 
     def test_on_batch(self, model: Any, *arguments: Any, **named: Any) -> Any:
         """`keras.Model.test_on_batch` with this strategy, on a global batch."""
-        return self._in_loop("test_on_batch", model, *arguments, **named)
+        with self._calling(model):
+            return outer_loop.test_on_batch(self, model, *arguments, **named)
 
     def predict_on_batch(self, model: Any, *arguments: Any, **named: Any) -> Any:
         """`keras.Model.predict_on_batch` with this strategy, on a global batch."""
-        return self._in_loop("predict_on_batch", model, *arguments, **named)
+        with self._calling(model):
+            return outer_loop.predict_on_batch(self, model, *arguments, **named)
 
-    def _in_loop(self, method: str, model: Any, *arguments: Any, **named: Any) -> Any:
-        with self.variables.calling(self, model), self.guard():
-            return getattr(outer_loop, method)(self, model, *arguments, **named)
+    def verify(
+        self,
+        model: Any,
+        x: Any,
+        y: Any = None,
+        batch_size: int | None = None,
+        sample_weight: Any = None,
+        class_weight: Any = None,
+        steps: int = comparison.STEPS,
+    ) -> Any:
+        """Compares a few steps of `model` on one device and on this strategy, and then restores `model`.
 
-    def verify(self, model: Any, *arguments: Any, **named: Any) -> Any:
-        """Compares a few steps of `model` on one device and on this strategy, on copies of `model`.
-
-        `tfdist.verification.comparison` says what is compared and how closely. A strategy whose steps differ from those
-        of one device by design is held to the bound that it states; see `tfdist.verification.bounds`.
+        `tfdist.verification.comparison` describes what is compared and how closely. A strategy whose steps differ from
+        those of one device by design is checked against its error bound; see `tfdist.verification.bounds`.
 
         Args:
-            model: compiled.
-            arguments: `x`, `y`, `batch_size`, `sample_weight` and `class_weight`, as `fit` takes them.
-            named: the same by name, and `steps`, the number of global batches, 3 unless set.
+            model: a compiled model.
+            x: the input, like all data as for `fit`.
+            y: the targets.
+            batch_size: the global batch size.
+            sample_weight: the weights of the examples.
+            class_weight: the weights of the classes.
+            steps: the number of global batches.
 
         Returns:
             The `tfdist.verification.report.Report`, or a `BoundReport`.
 
         Raises:
             VerificationError: the steps differ by more than rounding; the error names the layer and the likely cause.
-            UsageError: this strategy does not compute what one device does, by design, and states no bound.
+            UsageError: the steps of this strategy differ from those of one device by design, and it has no bound.
         """
-        with self.variables.calling(self, model), self.guard():
-            return verify.verify(self, model, *arguments, **named)
+        with self._calling(model):
+            if self.bound is None:
+                comparison.require_as_one_device(self)
+            outer_loop.check(self, model, "verify")
+            data = {"class_weight": class_weight, "batch_size": batch_size, "shuffle": False}
+            feed = outer_loop.feed_of(self, adapters.request(x, y, sample_weight, **data))
+            programs.build(self, model, "train", feed)
+            with DataPasses(feed, steps):
+                if self.bound is not None:
+                    return bounds.verify(self, model, feed, steps)
+                return comparison.verify(self, model, feed.first(steps))
 
     def prepare(self, model: Any, *, verify: bool = False) -> Any:
-        """Makes Keras' `fit`, `evaluate`, `predict` and `..._on_batch` this strategy's own for `model`; returns it.
+        """Makes Keras' `fit`, `evaluate`, `predict` and `..._on_batch` of `model` use this strategy; returns `model`.
 
-        A `fit` of the model's own class that calls `super().fit` then trains with this strategy. With `verify=True`,
-        the next `fit` calls `verify` with its first batches before it trains.
+        A custom `fit` that calls `super().fit` then trains with this strategy, too. With `verify=True`, the next `fit`
+        calls `verify` with its first batches before it trains.
         """
         self.check(model)
         if verify:
@@ -91,3 +120,8 @@ class TrainingStrategy(Strategy):
         keras_routes.set_strategy(model, self)
         keras_internals.set_to_verify(model, verify)
         return model
+
+    @contextlib.contextmanager
+    def _calling(self, model: Any) -> Iterator[None]:
+        with self.variables.calling(self, model), self.guard():
+            yield

@@ -1,1 +1,1 @@
-"""Comparing the steps of a strategy with those of one device, or with the bound that the strategy states."""
+"""Compares the steps of a strategy with those of one device, or with the error bound of the strategy."""

@@ -1,19 +1,19 @@
 """Compares the steps of a model on several replicas with those of one device, by running both.
 
-    reference    one device                     the whole of each global batch
+    reference    one device                     whole global batches
     nudged       one device, twice              the same, with weights and gradients changed by one bit
-    found        the replicas of the strategy   their parts of each global batch
+    actual       the replicas of the strategy   their parts of the global batches
 
-All runs begin with the same variables and random states, which are restored in any case, so that a training is the same
-with and without a verification before it. Besides variables and logs, a run records the outputs of layers, the losses
-and the gradients, so that the first place where runs differ can be named.
+All runs begin with the same variables and random states, which are restored afterwards, so that a verification does not
+change a subsequent training. Besides variables and logs, a run records the outputs of layers, the losses and the
+gradients, so that the error can name the first place where runs differ.
 
-**Tolerance.** The nudged runs measure what rounding can do to a number. It may differ by `TIMES_ROUNDING` times that,
-plus its size times the square root of the machine epsilon of the coarsest type that layers compute in, which is half of
-its digits. The size of a variable is the largest change that the steps made to it.
+**Tolerance.** The nudged runs measure the effect of rounding on a number. The number may differ by `TIMES_ROUNDING`
+times this effect, plus its size times the square root of the machine epsilon of the coarsest dtype in which layers
+compute, which is half of the digits. The size of a variable is the largest change that the steps made to it.
 
-**Random numbers** of a partitioned step are those of one device. Operations of `tf.random` keep their state in a graph,
-so that each run has a new one.
+**Random numbers** of a partitioned step equal those of one device. Operations of `tf.random` keep their state in a
+graph, so that each run needs a new graph.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ from tfdist.terminal import counted
 from tfdist.verification.report import Comparison, Entry, Report, Step
 from tfdist.verification.watch import MARK, Watch
 
-_WHAT = {
-    "batch": "The batch that a step is given, in `{entry.name}`,",
+_SUBJECTS = {
+    "batch": "The part `{entry.name}` of the batch that a step receives",
     "output": "The output of the layer `{entry.layer}`",
     "added loss": "A loss that the layer `{entry.layer}` adds",
     "loss": "The loss `{entry.name}`",
@@ -60,20 +60,20 @@ _WHAT = {
 
 
 def explained(strategy: Strategy, entry: Entry) -> tuple[str, str]:
-    """The sentence and the hint for the first entry that differs.
+    """Returns the error's sentence and hint for the first entry that differs.
 
-    Whatever a model computes, the step of one device is partitioned: what differs is a fault of the partitioner, or of
-    a mesh of the user's own.
+    The partitioned step should equal that of one device for every model, so that a difference is a bug in the
+    partitioner or in the user's own mesh.
     """
     if type(strategy.mesh).__module__.partition(".")[0] == "tfdist" and entry.kind != "batch":
         cause = "tfdist divides an operation of the step among the replicas by a wrong rule"
-        hint = "this is a fault of tfdist: train with the strategy `single`, and report the layer"
+        hint = "this is a bug in tfdist: train with the strategy `single`, and report the layer"
     else:
-        cause = f"the strategy `{strategy.name}` divides batches, or adds over its replicas, in another way"
-        hint = "this is a fault of the strategy: look at the methods of its `mesh`"
+        cause = f"the strategy `{strategy.name}` divides batches, or sums over its replicas, incorrectly"
+        hint = "this is a bug in the strategy: check the methods of its `mesh`"
     sentence = (
-        f"{_WHAT[entry.kind].format(entry=entry)} differs from one device by {entry.difference:.2g} in step "
-        f"{entry.step}, where rounding makes {entry.sensitivity:.2g}; the likely cause: {cause}"
+        f"{_SUBJECTS[entry.kind].format(entry=entry)} differs from one device by {entry.difference:.2g} in step "
+        f"{entry.step}, where rounding explains {entry.sensitivity:.2g}; the likely cause: {cause}"
     )
     return sentence, hint
 
@@ -92,12 +92,12 @@ def verify(
     """Compares steps of `model` on one device and on `strategy`, and restores the model.
 
     Args:
-        strategy: in whose scope the model was made.
-        model: compiled, and built for training.
+        strategy: the strategy in whose scope the model was created.
+        model: a compiled model, built for training.
         batches: global batches, as `train_step` takes them, the same in all processes of the job.
-        inside: compare what happens inside of steps too, and logs; else the variables after each step alone.
-        in_one_call_from: a feed whose first batches these are, to run all steps of the strategy in one call of its
-            inner loop, and compare the variables after the last one.
+        inside: whether to compare values inside of steps and logs, besides the variables after each step.
+        in_one_call_from: a feed that begins with these batches; if set, the strategy runs all steps in one call of its
+            inner loop, and only the variables after the last step are compared.
 
     Raises:
         VerificationError: the steps differ, in any of the processes.
@@ -105,82 +105,71 @@ def verify(
     groups = training_state.variables(model)
     variables = [variable for members in groups.values() for variable in members]
     compared = [v for group in ("model", "optimizer") for v in groups[group]]
-    held = _held(strategy, model, BatchFeed(batches[0]).spec)
+    changed = _changed_variables(strategy, model, BatchFeed(batches[0]).spec)
     epsilon = partitioned_program.coarsest(strategy, model)
     watch = Watch(model, sees=inside)
-    with _state_kept(held), watch:
-        # From which all processes make the generator of draws without a seed, if there is none.
+    with _state_kept(changed), watch:
+        # If there is no generator for unseeded draws, all processes create it from this seed.
         random.seed(consensus.broadcast_from_chief(strategy, seed_of_random()))
-        seen = building.build(strategy, model, "train", BatchFeed(batches[0]).spec)
-        if strategy.runs_eagerly(model):  # with variables of the strategy, before those of one device take their place
-            _build_eagerly(strategy, model, batches[0], seen)
-        with tensorflow_internals.without_strategy(), _plain(model, [*variables, *_of_workers(strategy)]):
-            spec = BatchFeed(batches[0]).spec
-            steps = Steps(model, "train", BatchFeed.batches, own_logs=seen, spec=spec)
-            reference, *nudged = _on_one_device(strategy, steps, batches, compared, held, watch, epsilon)
-        feed = in_one_call_from or BatchFeed(batches[0])
-        program = strategy.program(Steps(model, "train", feed.batches, own_logs=seen, spec=feed.spec))
+        feed: Feed = BatchFeed(batches[0])
+        own_logs = building.build(strategy, model, "train", feed.spec)
+        if strategy.runs_eagerly(model):
+            # Creates the variables of an eager step in the strategy's scope, without taking a step.
+            program = strategy.program(Steps(model, "train", feed.batches, own_logs=own_logs, spec=feed.spec))
+            with keras_variables.assigning_nothing():
+                program.run(feed.start(0, 0), 0, 1)
+        with tensorflow_internals.without_strategy(), _plain(model, [*variables, *_generator_state(strategy)]):
+            steps = Steps(model, "train", feed.batches, own_logs=own_logs, spec=feed.spec)
+            reference, *nudged = _on_one_device(strategy, steps, batches, compared, changed, watch, epsilon)
+        feed = in_one_call_from or feed
+        program = strategy.program(Steps(model, "train", feed.batches, own_logs=own_logs, spec=feed.spec))
         metrics.reset(strategy, model)
         if in_one_call_from is None:
-            found = _run(program, batches, compared)
+            actual = _run(program, batches, compared)
         else:
-            with _state_kept(held):
-                _in_one_call(program, feed, len(batches), compared)  # in which graphs are built
+            with _state_kept(changed):
+                _in_one_call(program, feed, len(batches), compared)  # builds the graphs
             reference, nudged = reference[-1:], [run[-1:] for run in nudged]
-            found = _in_one_call(program, feed, len(batches), compared)
+            actual = _in_one_call(program, feed, len(batches), compared)
     if not inside:
-        found = [{key: value for key, value in step.items() if key[0] == "variable"} for step in found]
+        actual = [{key: value for key, value in step.items() if key[0] == "variable"} for step in actual]
     sizes = {v.path: float(np.max(np.abs(_value(v)), initial=0)) for v in variables}
     of = f"`{strategy.name}` on {counted(strategy.num_replicas, 'replica')}"
-    report = Comparison(model, of, groups, sizes, watch.seen, epsilon).report(reference, nudged, found)
+    report = Comparison(model, of, groups, sizes, watch.seen, epsilon).report(reference, nudged, actual)
     _raise_if_different(strategy, model, report)
     return report
 
 
-def _build_eagerly(strategy: Strategy, model: Any, batch: Any, own_logs: Any) -> None:
-    """Makes the variables that an eager step makes on its way, without a step."""
-    feed = BatchFeed(batch)
-    program = strategy.program(Steps(model, "train", feed.batches, own_logs=own_logs, spec=feed.spec))
-    with keras_variables.assigning_nothing():
-        program.run(feed.start(0, 0), 0, 1)
-
-
 @contextlib.contextmanager
 def restored(strategy: Strategy, model: Any, spec: Any) -> Iterator[None]:
-    """The context at whose end the variables of `model` and its strategy, and all random states, are as before.
+    """The context that restores the variables of `model` and its strategy, and all random states, at its end.
 
-    So are other variables that a step of a batch of `spec` uses.
+    It also restores other variables that a step on a batch of `spec` uses.
     """
-    before = strategy_state.of(model)
-    with _state_kept([*_held(strategy, model, spec), *before.own]):
+    state = strategy_state.of(model)
+    with _state_kept([*_changed_variables(strategy, model, spec), *state.own]):
         try:
             yield
         finally:
-            strategy_state.keep(model, before)
+            strategy_state.keep(model, state)
 
 
-def _held(strategy: Strategy, model: Any, spec: Any) -> list[Any]:
-    """The variables that steps change."""
+def _changed_variables(strategy: Strategy, model: Any, spec: Any) -> list[Any]:
+    """Returns the variables that steps may change."""
     variables = [variable for members in training_state.variables(model).values() for variable in members]
     with _random_states_kept():
         captured = building.captured(strategy, model, spec)
-    return [*variables, *_of_workers(strategy), *keras_internals.tensorflow_variables(model), *captured]
+    return [*variables, *_generator_state(strategy), *keras_internals.tensorflow_variables(model), *captured]
 
 
-def _drawing_as(strategy: Strategy) -> contextlib.AbstractContextManager[None]:
-    """The context in which one device draws without a seed from the generator that workers draw from, if they do."""
-    generator = strategy.unseeded()
-    return contextlib.nullcontext() if generator is None else keras_variables.drawing_from(generator)
-
-
-def _of_workers(strategy: Strategy) -> list[Any]:
-    """The state of the seed generator that is the strategy's own."""
+def _generator_state(strategy: Strategy) -> list[Any]:
+    """Returns the state of the strategy's own generator for unseeded draws, if it has one."""
     generator = strategy.unseeded()
     return [] if generator is None else [generator.state]
 
 
 def require_as_one_device(strategy: Strategy) -> None:
-    """Raises `UsageError` where steps differ from those of one device by design."""
+    """Raises `UsageError` if the steps differ from those of one device by design."""
     if not strategy.as_one_device:
         raise UsageError(
             f"The steps of `{strategy.name}` differ from those of one device by design, so that there is nothing to "
@@ -194,30 +183,32 @@ def _on_one_device(
     steps: Steps,
     batches: Sequence[Any],
     compared: Sequence[Any],
-    held: Sequence[Any],
+    changed: Sequence[Any],
     watch: Watch,
     epsilon: float,
 ) -> list[list[Step]]:
-    """The reference and the nudged runs; `compared` are the variables to compare, `held` those to restore."""
+    """Returns the reference and the nudged runs; `compared` are variables to compare, `changed` those to restore."""
     runs = []
     watch.noise = tf.Variable(0.0)
+    generator = strategy.unseeded()
     for number in range(1 + _NUDGES):
-        # Operations of `tf.random` keep their state in the graph, so that each run needs a new one.
+        # Operations of `tf.random` keep their state in the graph, so that each run needs a new graph.
         program = StepProgram(strategy.on_this_process(), steps)
-        with _state_kept(held), _drawing_as(strategy):
+        drawing = contextlib.nullcontext() if generator is None else keras_variables.drawing_from(generator)
+        with _state_kept(changed), drawing:
             if number:
                 _nudge(steps.model.variables, epsilon, number)
                 watch.noise.assign(epsilon * (-1) ** number)
             steps.model.reset_metrics()
-            with tensorflow_variables.first_copies():  # of what the step captures from the script
+            with tensorflow_variables.first_copies():  # of variables that the step captures from the script
                 runs.append(_run(program, batches, compared))
     watch.noise = None
     return runs
 
 
 def _run(program: Any, batches: Sequence[Any], variables: Sequence[Any]) -> list[Step]:
-    """Runs a step per batch, and returns what each step computed and the variables after it."""
-    before = [_value(variable) for variable in variables]
+    """Runs one step per batch; returns the values that each step computed, and the changes of the variables."""
+    start_values = [_value(variable) for variable in variables]
     steps = []
     program.begin_epoch()
     for batch in batches:
@@ -226,7 +217,7 @@ def _run(program: Any, batches: Sequence[Any], variables: Sequence[Any]) -> list
         for name, value in _flat(logs).items():
             kind, _, of = name.removeprefix(MARK).partition(": ") if name.startswith(MARK) else ("log", "", name)
             step[kind, of] = np.asarray(value, np.float64)
-        for variable, start in zip(variables, before, strict=True):
+        for variable, start in zip(variables, start_values, strict=True):
             step["variable", variable.path] = np.asarray(_value(variable) - start)
         steps.append(step)
     program.end_epoch()
@@ -234,13 +225,13 @@ def _run(program: Any, batches: Sequence[Any], variables: Sequence[Any]) -> list
 
 
 def _in_one_call(program: Any, feed: Feed, count: int, variables: Sequence[Any]) -> list[Step]:
-    """Runs the first `count` steps of `feed` in one call, and returns the variables after the last one."""
-    before = [_value(variable) for variable in variables]
+    """Runs the first `count` steps of `feed` in one call; returns the changes of the variables."""
+    start_values = [_value(variable) for variable in variables]
     program.begin_epoch()
     program.run(feed.start(0, 0), 0, count)
     program.end_epoch()
-    changed = ((v, np.asarray(_value(v) - start)) for v, start in zip(variables, before, strict=True))
-    return [{("variable", v.path): change for v, change in changed}]
+    pairs = zip(variables, start_values, strict=True)
+    return [{("variable", variable.path): np.asarray(_value(variable) - start) for variable, start in pairs}]
 
 
 def _value(variable: Any) -> np.ndarray:
@@ -249,38 +240,38 @@ def _value(variable: Any) -> np.ndarray:
 
 
 def _flat(logs: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested logs as one dict, with names joined by `/`."""
-    found: dict[str, Any] = {}
+    """Flattens nested logs to one dict, with names joined by `/`."""
+    flat: dict[str, Any] = {}
     for name, value in logs.items():
-        found |= _flat(value, f"{prefix}{name}/") if isinstance(value, dict) else {f"{prefix}{name}": value}
-    return found
+        flat |= _flat(value, f"{prefix}{name}/") if isinstance(value, dict) else {f"{prefix}{name}": value}
+    return flat
 
 
 @contextlib.contextmanager
 def _state_kept(variables: Sequence[Any]) -> Iterator[None]:
-    """Restores `variables`, also those that move to another device, and all random states at the end of the context."""
+    """Restores `variables`, even if they move to another device, and all random states at the end of the context."""
 
-    def held() -> list[Any]:
+    def copies() -> list[Any]:
         return [copy for variable in variables for copy in tensorflow_variables.copies(variable)]
 
-    values = [copy.numpy() for copy in held()]
+    values = [copy.numpy() for copy in copies()]
     with _random_states_kept():
         try:
             yield
         finally:
-            for copy, value in zip(held(), values, strict=True):
+            for copy, value in zip(copies(), values, strict=True):
                 copy.assign(value)
 
 
 @contextlib.contextmanager
 def _random_states_kept() -> Iterator[None]:
     """Restores the states of the generators of Python, NumPy, Keras and TensorFlow at the end of the context."""
-    random_state, eager = random_states.snapshot(), tensorflow_internals.eager_random_state()
+    states, eager_state = random_states.snapshot(), tensorflow_internals.eager_random_state()
     try:
         yield
     finally:
-        random_states.restore(random_state)
-        tensorflow_internals.restore_eager_random_state(eager)
+        random_states.restore(states)
+        tensorflow_internals.restore_eager_random_state(eager_state)
 
 
 def _plain(model: Any, variables: Sequence[Any]) -> contextlib.AbstractContextManager[None]:
@@ -288,7 +279,7 @@ def _plain(model: Any, variables: Sequence[Any]) -> contextlib.AbstractContextMa
 
 
 def _nudge(variables: Sequence[Any], epsilon: float, number: int) -> None:
-    """Moves each floating-point number of the model up or down by one bit of the type that layers compute in."""
+    """Changes each floating-point number of the model by one bit of the dtype in which layers compute."""
     draw = np.random.default_rng(number)
     for variable in variables:
         if tf_variable(variable).dtype.is_floating:
@@ -298,10 +289,10 @@ def _nudge(variables: Sequence[Any], epsilon: float, number: int) -> None:
 
 
 def _raise_if_different(strategy: Strategy, model: Any, report: Report) -> None:
+    """Raises the error of the first process with a difference in all processes."""
     first = report.first
-    mine = None if first is None else [*explained(strategy, first), first.layer]
-    told = next((one for one in consensus.all_gather_object(strategy, mine) if one is not None), None)
-    if told is None:
-        return
-    sentence, hint, layer = told
-    raise VerificationError(sentence, hint, layer, report)
+    error = None if first is None else [*explained(strategy, first), first.layer]
+    error = next((error for error in consensus.all_gather_object(strategy, error) if error is not None), None)
+    if error is not None:
+        sentence, hint, layer = error
+        raise VerificationError(sentence, hint, layer, report)

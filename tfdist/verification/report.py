@@ -1,6 +1,6 @@
-"""The differences between the steps of a verification and those of one device: per quantity, and as a table.
+"""Reports of a verification: the difference between a strategy and one device for each quantity, and a verdict.
 
-A report shows its verdict first: `print(report)`, the prompt of Python and a notebook all do.
+A report shows its verdict first, with `print(report)`, at Python's prompt and in a notebook.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ TIMES_ROUNDING = 10
 
 @dataclass(frozen=True)
 class Entry:
-    """The difference of one quantity, in the first step in which it exceeds its tolerance, else in the last step.
+    """The difference of one quantity in the first step in which it exceeds its tolerance, otherwise in the last step.
 
     Attributes:
         kind: "batch", "output", "added loss", "loss", "whole loss", "gradient", "weight", "state", "optimizer" or
             "log".
-        name: of the part of the batch, layer, loss, variable or log.
-        layer: the layer that the quantity belongs to, or the model.
+        name: the name of the part of the batch, the layer, the loss, the variable or the log.
+        layer: the layer of the quantity, or the model.
         difference: the largest difference between the strategy and one device.
-        sensitivity: the largest change on one device when each weight is changed by one bit.
-        tolerance: the largest difference that is accepted.
-        replicas_over_one: the quantity's size on the strategy, divided by its size on one device.
-        step: the first step, from 0, whose difference exceeds the tolerance; `None` if none does.
+        sensitivity: the largest change on one device if each weight is changed by one bit.
+        tolerance: the largest accepted difference.
+        replicas_over_one: the size of the quantity on the strategy, divided by its size on one device.
+        step: the first step, from 0, whose difference exceeds the tolerance; `None` if there is none.
     """
 
     kind: str
@@ -45,16 +45,16 @@ class Entry:
 
 
 class Shown:
-    """A report that shows its verdict, a sentence, above its table wherever it is shown."""
+    """A report that shows its verdict above its table."""
 
     @property
     def verdict(self) -> str:
-        """What the report says, in one sentence."""
+        """The result, in one sentence."""
         raise NotImplementedError
 
     @property
     def table(self) -> str:
-        """The quantities, one per line below a head."""
+        """The quantities, one per line below a header."""
         raise NotImplementedError
 
     def __str__(self) -> str:
@@ -63,18 +63,18 @@ class Shown:
     __repr__ = __str__
 
     def _repr_html_(self) -> str:
-        """What a notebook shows."""
+        """The report as HTML, for notebooks."""
         return f"<p><strong>{html.escape(self.verdict)}</strong></p>\n<pre>{html.escape(self.table)}</pre>"
 
 
 @dataclass(frozen=True, repr=False)
 class Report(Shown, Mapping[str, Entry]):
-    """The entries of a verification, by kind and name such as "weight dense/kernel".
+    """The entries of a verification, by kind and name, such as "weight dense/kernel".
 
     Attributes:
-        entries: in the order in which a step computes them.
-        steps: the number of steps that were compared.
-        of: the strategy and its replicas, in words.
+        entries: the entries in the order in which a step computes them.
+        steps: the number of compared steps.
+        of: a description of the strategy and its replicas.
     """
 
     entries: tuple[Entry, ...]
@@ -95,14 +95,14 @@ class Report(Shown, Mapping[str, Entry]):
 
     @property
     def first(self) -> Entry | None:
-        """The entry that a step computes first among those that differ in the earliest step."""
+        """The first entry, in the order of computation, that differs in the earliest differing step."""
         steps = [entry.step for entry in self.entries if entry.step is not None]
         return next((entry for entry in self.entries if steps and entry.step == min(steps)), None)
 
     @property
     def verdict(self) -> str:
         if (first := self.first) is None:
-            return f"The steps of {self.of} are those of one device."
+            return f"The steps of {self.of} equal those of one device."
         return (
             f"The steps of {self.of} differ from those of one device, first in the {first.kind} `{first.name}` in step "
             f"{first.step}: by {first.difference:.3g}, where at most {first.tolerance:.3g} is rounding."
@@ -120,20 +120,20 @@ class Report(Shown, Mapping[str, Entry]):
         return "\n".join([head, *lines])
 
 
-# Arrays by the kind and name of the quantity; for variables, their change since the beginning.
+# The arrays of a step by kind and name; for variables, their change since the start.
 Step = dict[tuple[str, str], np.ndarray]
 
 
 class Comparison:
-    """Compares the steps on the strategy with those on one device.
+    """Compares the steps on a strategy with those on one device.
 
     Args:
-        model: the model that was verified.
-        of: the strategy and its replicas, in words.
-        groups: its variables by group, such as "optimizer".
+        model: the verified model.
+        of: a description of the strategy and its replicas.
+        groups: the variables by group, such as "optimizer".
         sizes: the largest absolute value in each variable, by the variable's path.
         seen: the layer, loss or variable of each recorded value, by the value's kind and name.
-        epsilon: the machine epsilon of the coarsest type that layers compute in.
+        epsilon: the machine epsilon of the coarsest dtype in which layers compute.
     """
 
     def __init__(
@@ -155,33 +155,33 @@ class Comparison:
         self._owners = _owners(model)
         self._metrics = {metric.name for metric in keras_internals.metrics_of(model)}
 
-    def report(self, reference: list[Step], nudged: list[list[Step]], found: list[Step]) -> Report:
+    def report(self, reference: list[Step], nudged: list[list[Step]], actual: list[Step]) -> Report:
         """Compares the quantities that the reference, the nudged runs and the run on the strategy have in common."""
 
         def compared(key: tuple[str, str]) -> Entry:
             steps = [
-                self._step_of(key, one[key], [run[number][key] for run in nudged], found[number][key])
-                for number, one in enumerate(reference)
+                self._difference(key, step[key], [run[number][key] for run in nudged], actual[number][key])
+                for number, step in enumerate(reference)
             ]
             return self._entry(key, steps)
 
-        common = [key for key in reference[0] if all(key in step for step in (*reference, *found))]
-        inside = [compared(key) for key in self._seen if key in common]  # in the order in which a step computes them
+        common = [key for key in reference[0] if all(key in step for step in (*reference, *actual))]
+        inside = [compared(key) for key in self._seen if key in common]  # in the order of computation
         after = [compared(key) for key in common if key not in self._seen]
         return Report((*inside, *sorted(after, key=lambda entry: _AFTER.index(entry.kind))), len(reference), self._of)
 
-    def _step_of(
-        self, key: tuple[str, str], expected: np.ndarray, nudged: Sequence[np.ndarray], found: np.ndarray
+    def _difference(
+        self, key: tuple[str, str], expected: np.ndarray, nudged: Sequence[np.ndarray], actual: np.ndarray
     ) -> _Difference:
         kind, name = key
-        sensitivity = max(_distance(one, expected) for one in nudged)
+        sensitivity = max(_distance(values, expected) for values in nudged)
         size = float(np.max(np.abs(expected), initial=0))
         exact = kind == "variable" and expected.dtype.kind == "i"
         rounding = 0.0 if exact else math.sqrt(self._epsilon) * size
         if kind == "variable" and not exact:
             rounding += 4 * self._epsilon * (self._sizes[name] + size)  # the resolution of the variable's own values
-        ratio = float(np.max(np.abs(found), initial=0)) / size if size else math.inf
-        return _Difference(_distance(found, expected), sensitivity, TIMES_ROUNDING * sensitivity + rounding, ratio)
+        ratio = float(np.max(np.abs(actual), initial=0)) / size if size else math.inf
+        return _Difference(_distance(actual, expected), sensitivity, TIMES_ROUNDING * sensitivity + rounding, ratio)
 
     def _entry(self, key: tuple[str, str], steps: Sequence[_Difference]) -> Entry:
         kind, layer = self._kind_and_layer(*key)
@@ -218,13 +218,13 @@ class _Difference:
 _AFTER = ("state", "weight", "optimizer", "log")
 
 
-def _distance(one: np.ndarray, other: np.ndarray) -> float:
-    """The largest difference; values that are NaN, or the same infinity, in both count as equal."""
-    same = (one == other) | (np.isnan(one.astype(np.float64)) & np.isnan(other.astype(np.float64)))
-    return float(np.max(np.where(same, 0.0, np.abs(np.where(same, 0, one) - np.where(same, 0, other))), initial=0))
+def _distance(a: np.ndarray, b: np.ndarray) -> float:
+    """Returns the largest difference; NaN equals NaN, and an infinity equals itself."""
+    same = (a == b) | (np.isnan(a.astype(np.float64)) & np.isnan(b.astype(np.float64)))
+    return float(np.max(np.where(same, 0.0, np.abs(np.where(same, 0, a) - np.where(same, 0, b))), initial=0))
 
 
 def _owners(model: Any) -> dict[str, str]:
-    """The innermost layer that has each variable, by the variable's path."""
+    """Returns the name of the innermost layer of each variable, by the variable's path."""
     layers = sorted(keras_internals.all_layers(model), key=lambda layer: -len(layer.variables))
     return {variable.path: layer.name for layer in layers for variable in layer.variables}
