@@ -39,6 +39,7 @@ def add_up_for_ever(rank, pipe):
         pipe.send(error.sentence)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
 @pytest.mark.parametrize("lost", [0, 3])
 def test_the_others_end_with_its_name_and_leave_nothing_behind(how, lost):

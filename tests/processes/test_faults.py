@@ -189,6 +189,7 @@ strategy.fit(model, x, y, batch_size=5, verbose=0, callbacks=[Looks()])
         assert float(evaluated) == pytest.approx(float(predicted), rel=1e-4)
 
 
+@pytest.mark.thorough
 def test_a_metric_made_outside_the_scope_is_refused(tmp_path):
     script = """
 import numpy, keras, tfdist
@@ -206,6 +207,7 @@ strategy.fit(model, numpy.ones((10, 4)), numpy.ones((10, 1)), batch_size=5, verb
     assert "of a metric was made outside the scope of the strategy `multiworker`" in err and "Traceback" not in err
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("config", "field"),
     [

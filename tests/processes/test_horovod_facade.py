@@ -11,25 +11,15 @@ from tests.processes import horovod_jobs
 from tests.processes.jobs import ROOT, RunningJob, clean_environment
 
 # Equal to one process; the others of `facade_job` have a test of their own.
-QUICK = [
-    "sgd",
-    "adam_and_global_clipnorm",
-    "gradient_accumulation",
-    "sparse_gradients",
-    "steps_per_execution",
-    "several_passes",
-    "loss_scaling_outside",
-    "own_step",
-    "mnist_loop",
-]
-# Each process has another number of examples.
-UNEQUAL = [
-    "different_sizes",
+QUICK = ["sgd", "adam_and_global_clipnorm", "sparse_gradients", "loss_scaling_outside", "own_step"]
+THOROUGH = ["gradient_accumulation", "steps_per_execution", "several_passes", "mnist_loop"]
+# Each process has a different number of examples.
+UNEQUAL = ["different_sizes", "different_sizes_normalized"]
+UNEQUAL_THOROUGH = [
     "different_sizes_sparse",
     "different_sizes_passes",
     "different_sizes_masked",
     "different_sizes_sum",
-    "different_sizes_normalized",
 ]
 EXHAUSTIVE = [
     "momentum_and_clipnorm",
@@ -46,8 +36,9 @@ EXHAUSTIVE = [
     "different_sizes_scaled",
     "different_sizes_weighted",
 ]
-ONLY_BETWEEN = ["built_by_the_first_batch", "graphs_that_differ", "checkpoints"]
-# What is run together: everything quick over Gloo, and over MPI what shows that it is no different.
+ONLY_BETWEEN = ["graphs_that_differ"]
+ONLY_BETWEEN_THOROUGH = ["built_by_the_first_batch", "checkpoints"]
+# What is run together: over Gloo the quick and the thorough cases; over MPI what shows that it is no different.
 OVER = {
     "gloo": [
         *QUICK,
@@ -59,6 +50,7 @@ OVER = {
         "tapes",
         "collectives",
     ],
+    "thorough": [*THOROUGH, *UNEQUAL_THOROUGH, *ONLY_BETWEEN_THOROUGH],
     "mpi": ["sgd", "sparse_gradients", "loss_scaling_outside", "different_sizes", "callbacks", "tapes"],
 }
 SIZE = 2
@@ -92,16 +84,24 @@ def check_equal_to_one_process(results, names):
         assert results[name]["from_one_process"] < (1e-4 if name == "half_precision_on_the_wire" else 5e-6), name
 
 
-@pytest.mark.parametrize("name", QUICK)
+def thorough(names):
+    return [pytest.param(name, marks=pytest.mark.thorough) for name in names]
+
+
+def over_gloo(over, name):
+    """The results of the case `name` in each process over Gloo."""
+    ranks, _, _ = over("gloo", *OVER["gloo" if name in OVER["gloo"] else "thorough"])
+    return ranks
+
+
+@pytest.mark.parametrize("name", [*QUICK, *thorough(THOROUGH)])
 def test_the_weights_are_those_of_one_process_with_the_same_global_batches(over, name):
-    (chief, _), _, _ = over("gloo", *OVER["gloo"])
-    check_equal_to_one_process(chief, [name])
+    check_equal_to_one_process(over_gloo(over, name)[0], [name])
 
 
-@pytest.mark.parametrize("name", UNEQUAL)
+@pytest.mark.parametrize("name", [*UNEQUAL, *thorough(UNEQUAL_THOROUGH)])
 def test_batches_of_different_sizes_give_the_weights_of_one_process_with_the_joined_batches(over, name):
-    (chief, _), _, _ = over("gloo", *OVER["gloo"])
-    check_equal_to_one_process(chief, [name])
+    check_equal_to_one_process(over_gloo(over, name)[0], [name])
 
 
 def test_horovods_own_rule_that_processes_count_alike_can_be_chosen(over):
@@ -161,10 +161,9 @@ def test_every_collective_takes_variables_of_keras(over):
     assert [rank["collectives"] for rank in ranks] == [expected] * SIZE
 
 
-@pytest.mark.parametrize("name", ONLY_BETWEEN)
+@pytest.mark.parametrize("name", [*ONLY_BETWEEN, *thorough(ONLY_BETWEEN_THOROUGH)])
 def test_all_processes_have_the_same_weights(over, name):
-    (chief, _), _, _ = over("gloo", *OVER["gloo"])
-    assert chief[name]["between"] == 0
+    assert over_gloo(over, name)[0][name]["between"] == 0
 
 
 @pytest.mark.exhaustive  # the contract of `horovod` is shown over MPI
@@ -182,9 +181,10 @@ def test_less_usual_options_give_the_weights_of_one_process(over, name):
 
 @pytest.mark.exhaustive
 def test_over_mpi_every_case_gives_the_weights_of_one_process(over):
-    (chief, _), _, _ = over("mpi", *QUICK, *EXHAUSTIVE, *ONLY_BETWEEN)
-    check_equal_to_one_process(chief, [*QUICK, *EXHAUSTIVE])
-    assert all(chief[name]["between"] == 0 for name in ONLY_BETWEEN)
+    equal, between = [*QUICK, *THOROUGH, *EXHAUSTIVE], [*ONLY_BETWEEN, *ONLY_BETWEEN_THOROUGH]
+    (chief, _), _, _ = over("mpi", *equal, *between)
+    check_equal_to_one_process(chief, equal)
+    assert all(chief[name]["between"] == 0 for name in between)
 
 
 def test_an_overflow_in_one_process_skips_the_step_in_all(job):
@@ -246,7 +246,7 @@ print("trained on")
 
 @pytest.mark.thorough
 def test_a_saved_model_loads_in_stock_keras_without_horovod(over):
-    ranks, folder, _ = over("gloo", *OVER["gloo"])
+    ranks, folder, _ = over("gloo", *OVER["thorough"])
     command = [sys.executable, "-c", ELSEWHERE, folder / "model.keras", folder / "weights.npy"]
     done = subprocess.run(
         command, cwd=folder, env=clean_environment(), capture_output=True, text=True, timeout=120, check=False

@@ -108,6 +108,7 @@ def test_a_log_that_cannot_be_kept_is_told_once_and_the_job_goes_on(tmp_path, sc
     assert {path.name for path in tmp_path.glob("done-*")} == {"done-0", "done-1"}
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("where", "reason"),
     [("| head -1", "Broken pipe"), ("> /dev/full", "No space left on device"), (">&-", "it is closed")],

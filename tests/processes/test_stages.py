@@ -554,6 +554,7 @@ def test_the_contract_of_equality(tmp_path, workers):
 MEMORY = ("--strategy-option", "balance=memory")
 
 
+@pytest.mark.thorough
 def test_a_killed_stage_ends_all_and_the_error_names_its_rank_stage_and_layers(tmp_path):
     """Without a launcher, as on several machines."""
     run_dir = tmp_path / "run"
