@@ -1,12 +1,12 @@
-"""Which stage computes each operation of a step whose stages are in processes of their own.
+"""The stage that computes each operation of a step, if the stages are in different processes.
 
-    an operation on a variable of a stage           that stage
-    on a variable of no stage, as of a metric       all processes, each of which has it
-    on nothing but what all processes have          all processes; who has no use for it leaves it out
-    of the model, forward or backward               its stage, by its name (`tfdist.pipeline_parallel.placement`)
-    another                                         the stage that has the largest of its inputs
+    an operation on a variable of a stage                that stage
+    on a variable of no stage, such as a metric's        all processes, since each has the variable
+    only on values that all processes have               all processes; a process that does not use it leaves it out
+    of the model, forward or backward                    its stage, by its name (`tfdist.pipeline_parallel.placement`)
+    any other                                            the stage that has the largest of its inputs
 
-Nothing is assumed of what an operation computes: what it reads is sent to wherever it is computed.
+Nothing is assumed about what an operation computes: its inputs are sent to the stage that computes it.
 """
 
 from __future__ import annotations
@@ -23,54 +23,53 @@ from tfdist.pipeline_parallel import placement
 from tfdist.spmd import effects
 
 Place = int | None  # a stage; `None` for all of them
-Key = tuple[str, int]  # of a tensor in its graph
+Key = tuple[str, int]  # the key of a tensor in its graph
 
 ONE_PROCESS = "train it in one process, whose stages are on devices"
-_CONDITIONS = frozenset(("If", "StatelessIf"))
-_BACKWARD = "gradient_tape/"  # TensorFlow's, in the names of what a tape computes
+_CONDITIONALS = frozenset(("If", "StatelessIf"))
 
 
 def key(tensor: tf.Tensor) -> Key:
-    """What tells a tensor from others of its graph."""
+    """Returns a key that identifies the tensor within its graph."""
     return tensor.op.name, tensor.value_index
 
 
-class Region:
-    """A graph, and where each of its operations is computed.
+class StagedGraph:
+    """A graph with the place where each of its operations is computed.
 
     Args:
-        graph: of a function.
-        inputs: the place of each of its inputs; of a resource, that of whoever has it.
-        operations: those that are computed, each behind those that it reads.
+        graph: the graph of a function.
+        inputs: the place of each input; for a resource, the place of the variable.
+        operations: the operations to compute, each after its inputs.
         stages: the number of stages.
 
     Attributes:
-        places: of the operations, by name; a condition of several stages has none.
-        branches: the regions of such conditions, by their names.
+        places: the places of the operations by name; a conditional of several stages has none.
+        branches: the branches of such conditionals by name.
         needed: the stages to which a tensor is sent, by its key.
 
     Raises:
-        UsageError: an operation has to be in two stages.
+        UsageError: an operation would have to be in two stages.
     """
 
     def __init__(self, graph: tf.Graph, inputs: Sequence[Place], operations: Sequence[tf.Operation], stages: int):
         self.graph, self.operations = graph, operations
         self._stages = stages
-        self._of = {key(tensor): place for tensor, place in zip(graph.inputs, inputs, strict=True)}
+        self._tensor_places = {key(tensor): place for tensor, place in zip(graph.inputs, inputs, strict=True)}
         self.places: dict[str, Place] = {}
-        self.branches: dict[str, list[Region]] = {}
+        self.branches: dict[str, list[StagedGraph]] = {}
         self.needed: dict[Key, set[int]] = {}
-        given = {tensor.op.name for tensor in graph.inputs}
+        input_names = {tensor.op.name for tensor in graph.inputs}
         for operation in operations:
-            if operation.name not in given:
-                self._find(operation)
+            if operation.name not in input_names:
+                self._place(operation)
 
     def of(self, tensor: tf.Tensor) -> Place:
-        """Where a tensor is computed."""
-        return self._of[key(tensor)]
+        """Returns the place where a tensor is computed."""
+        return self._tensor_places[key(tensor)]
 
     def send_outputs(self, places: Sequence[Place]) -> None:
-        """Has each output of the graph sent to where it is wanted, and each tensor to where it is read."""
+        """Plans to send each output of the graph to its place, and each tensor to the stages that read it."""
         for operation in self.operations:
             for index, tensor in enumerate(operation.inputs):
                 self._need(tensor, self._readers(operation, index))
@@ -78,17 +77,17 @@ class Region:
             self._need(tensor, self._all if place is None else {place})
 
     def described(self) -> str:
-        """A checksum of what is computed where, which is the same in all processes."""
+        """Returns a checksum of the operations and their places, which must be equal in all processes."""
         lines = [(one.type, str(self.places.get(one.name)), len(one.outputs)) for one in self.operations]
         inside = [branch.described() for branches in self.branches.values() for branch in branches]
         return hashlib.sha256(repr((lines, inside)).encode()).hexdigest()
 
     @property
     def has_messages(self) -> bool:
-        """Whether something is sent in this graph, or in a condition within."""
+        """Whether something is sent in this graph, or in a conditional within."""
         inputs = {key(tensor) for tensor in self.graph.inputs}
         inside = any(branch.has_messages for branches in self.branches.values() for branch in branches)
-        return inside or any(found not in inputs for found in self.needed)
+        return inside or any(sent not in inputs for sent in self.needed)
 
     @property
     def _all(self) -> set[int]:
@@ -107,19 +106,20 @@ class Region:
         self.needed.setdefault(key(tensor), set()).update(others)
 
     def _readers(self, operation: tf.Operation, index: int) -> set[int]:
-        """The stages that read an input of an operation."""
+        """Returns the stages that read an input of an operation."""
         branches = self.branches.get(operation.name)
         if branches is not None and index:
             return {stage for one in branches for stage in one.needed.get(key(one.graph.inputs[index - 1]), ())}
         place = self.places.get(operation.name)
         return self._all if place is None else {place}
 
-    def _find(self, operation: tf.Operation) -> None:
+    def _place(self, operation: tf.Operation) -> None:
         resources = {self.of(tensor) for tensor in operation.inputs if tensor.dtype == tf.resource}
-        # One of no stage may have effects within, as a `tf.print`, which must not be those of all processes.
-        of_none = operation.type == "If" and not resources - {None}
-        if operation.type in _CONDITIONS and (len(resources) > 1 or of_none):
-            self._find_branches(operation)
+        # A conditional without a stage may have effects inside, such as a `tf.print`, that must not occur in all
+        # processes.
+        has_no_stage = operation.type == "If" and not resources - {None}
+        if operation.type in _CONDITIONALS and (len(resources) > 1 or has_no_stage):
+            self._place_branches(operation)
             return
         if len(resources) > 1:
             raise UsageError(
@@ -127,37 +127,39 @@ class Region:
                 "different processes",
                 f"cut the model elsewhere with `stages`, or {ONE_PROCESS}",
             )
-        place = resources.pop() if resources else self._of_values(operation)
+        place = resources.pop() if resources else self._place_by_values(operation)
         self.places[operation.name] = place
         for tensor in operation.outputs:
-            self._of[key(tensor)] = place
+            self._tensor_places[key(tensor)] = place
 
-    def _of_values(self, operation: tf.Operation) -> Place:
+    def _place_by_values(self, operation: tf.Operation) -> Place:
         known = [(tensor, place) for tensor in operation.inputs if (place := self.of(tensor)) is not None]
         if not known:
             return 0 if effects.once(operation) else None
         named = placement.task_of(operation.name)
         if named is not None:
             return named[0]
-        # Of equal inputs, the one that goes on: forward to later stages, backward to earlier ones.
-        later = -1 if _BACKWARD in operation.name else 1
-        return max(known, key=lambda one: (_elements(one[0]), later * one[1]))[1]
+        # Among equally large inputs, choose the one in the direction of the pass: forward to later stages, backward to
+        # earlier ones.
+        sign = -1 if placement.BACKWARD in operation.name else 1
+        return max(known, key=lambda pair: (_elements(pair[0]), sign * pair[1]))[1]
 
-    def _find_branches(self, operation: tf.Operation) -> None:
-        """Has each stage compute its part of a condition, on a predicate that all have."""
+    def _place_branches(self, operation: tf.Operation) -> None:
+        """Lets each stage compute its part of a conditional, whose predicate all stages have."""
         inputs = [self.of(tensor) for tensor in operation.inputs[1:]]
         branches = []
         for attribute in ("then_branch", "else_branch"):
             graph = tensorflow_functions.body(operation, attribute)
-            branches.append(Region(graph, inputs, tensorflow_functions.in_order(graph), self._stages))
+            branches.append(StagedGraph(graph, inputs, tensorflow_functions.in_order(graph), self._stages))
         self.branches[operation.name] = branches
-        outputs = list(zip(*(map(one.of, one.graph.outputs) for one in branches), strict=True))
-        for tensor, found in zip(operation.outputs, outputs, strict=True):
-            self._of[key(tensor)] = next((place for place in found if place is not None), None)
-        for one in branches:
-            one.send_outputs([self.of(tensor) for tensor in operation.outputs])
+        places = zip(*(map(branch.of, branch.graph.outputs) for branch in branches), strict=True)
+        for tensor, places_in_branches in zip(operation.outputs, places, strict=True):
+            known = (place for place in places_in_branches if place is not None)
+            self._tensor_places[key(tensor)] = next(known, None)
+        for branch in branches:
+            branch.send_outputs([self.of(tensor) for tensor in operation.outputs])
 
 
 def _elements(tensor: tf.Tensor) -> int:
-    """The number of elements, as far as it is known."""
+    """Returns the number of elements; unknown lengths count as 1."""
     return math.prod(length or 1 for length in tensor.shape) if tensor.shape.rank else 1
