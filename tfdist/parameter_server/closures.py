@@ -58,7 +58,7 @@ class ClosureVariables:
     """
 
     def __init__(self, model: Any, copies_metrics: bool):
-        self._metrics, self._states = model.metrics_variables, small_states(model)
+        self._metrics, self._states = model.metrics_variables, _small_states(model)
         copied = [*(self._metrics if copies_metrics else ()), *self._states]
         values = [tf.convert_to_tensor(tf_variable(variable)) for variable in copied]
         zeros = [tf.zeros(v.shape, tf_variable(v).dtype) for v in (() if copies_metrics else self._metrics)]
@@ -95,7 +95,7 @@ class ClosureVariables:
         return changes[: len(self._metrics)]
 
 
-def small_states(model: Any) -> list[Any]:
+def _small_states(model: Any) -> list[Any]:
     """Returns the model's seeds, moving averages and the like that a closure copies."""
     return [
         variable

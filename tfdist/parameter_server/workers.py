@@ -1,4 +1,9 @@
-"""Workers that take steps at their own pace: the worker processes of a job, or threads of this process."""
+"""Workers that take steps at their own pace: the worker processes of a job, or threads of this process.
+
+count                            the number of workers
+schedule(function, arguments)    lets a free worker run a `tf.function`; returns a handle of the result
+results_of(scheduled)            waits for all scheduled calls, and returns their results as NumPy arrays
+"""
 
 from __future__ import annotations
 
@@ -7,7 +12,7 @@ import time
 import warnings
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import tensorflow as tf
@@ -22,20 +27,6 @@ from tfdist.jobs.world import World
 SECONDS_BETWEEN_CHECKS = 1.0
 # The time that TensorFlow takes to notice that a worker was dropped, and to reassign its closures.
 SECONDS_TO_REASSIGN = 30.0
-
-
-class Workers(Protocol):
-    """The workers that run the steps; `count` is their number."""
-
-    count: int
-
-    def schedule(self, function: Any, arguments: Sequence[Any]) -> Any:
-        """Lets a free worker run the `tf.function` `function(*arguments)`; returns a handle of the result."""
-        ...
-
-    def results_of(self, scheduled: Sequence[Any]) -> list[Any]:
-        """Waits for all scheduled calls, and returns their results as NumPy arrays."""
-        ...
 
 
 class Threads:
@@ -108,23 +99,13 @@ class Processes:
         """Runs `function` on all workers; returns NumPy arrays, or `None` if a worker fails or is silent too long."""
         return tensorflow_coordinator.answers_of_workers(self.on_each(function, *arguments), self.timeout_seconds)
 
+    def tasks_of(self, role: str) -> tuple[Task, ...]:
+        """Returns the tasks of a role."""
+        return self._job.tasks_of(role)
+
     def silent(self, role: str) -> list[Task]:
         """Returns the tasks of a role that do not answer."""
-        return [task for task in self._job.tasks_of(role) if not rendezvous.serves(task)]
-
-    def names(self) -> list[str]:
-        """Returns the names of the workers for messages."""
-        return [str(task) for task in self._job.tasks_of("worker")]
-
-    def drop_silent(self) -> list[str]:
-        """Closes the connections to workers that do not answer, and returns their names for messages.
-
-        Closures on such a worker then fail as if the worker had died; if it answers again, it gets closures again.
-        """
-        silent = self.silent("worker")
-        for task in silent:
-            ports.hang_up(task.host, task.port)
-        return [str(task) for task in silent]
+        return [task for task in self.tasks_of(role) if not rendezvous.serves(task)]
 
     def explained(self, error: tf.errors.OpError) -> ClusterError | None:
         """Returns the error to raise instead of TensorFlow's if a parameter server is the cause; else `None`."""
@@ -145,7 +126,10 @@ class Watchdog:
         self._started, self._deadline_seconds = time.monotonic(), workers.timeout_seconds
 
     def check(self) -> None:
-        """Drops silent workers after the timeout, so that their closures are reassigned; called repeatedly.
+        """Drops silent workers after the timeout; called repeatedly.
+
+        The closures of such a worker then fail as if it had died, and are reassigned. If it answers again, it gets
+        closures again.
 
         Raises:
             ClusterError: no worker has finished a closure for too long.
@@ -153,10 +137,12 @@ class Watchdog:
         waited, timeout = time.monotonic() - self._started, self._workers.timeout_seconds
         if waited < self._deadline_seconds:
             return
+        silent = self._workers.silent("worker")
         if self._deadline_seconds > timeout:
-            names = [str(task) for task in self._workers.silent("worker")] or self._workers.names()
-            raise ClusterError.lost(f"No worker has finished a step for {waited:.0f} s: {', '.join(names)}")
-        silent = self._workers.drop_silent()
+            names = ", ".join(map(str, silent or self._workers.tasks_of("worker")))
+            raise ClusterError.lost(f"No worker has finished a step for {waited:.0f} s: {names}")
+        for task in silent:
+            ports.hang_up(task.host, task.port)
         if silent:
-            warnings.warn(f"Silent for {timeout:g} s: {', '.join(silent)}", stacklevel=2)
+            warnings.warn(f"Silent for {timeout:g} s: {', '.join(map(str, silent))}", stacklevel=2)
         self._deadline_seconds += max(timeout, SECONDS_TO_REASSIGN)

@@ -61,12 +61,7 @@ class Stages:
     def __init__(
         self, devices: Sequence[str], micro_batches: int, schedule: Schedule, balance: Balance, named: Any = None
     ):
-        if named is not None and len(named) != len(devices) - 1:
-            raise UsageError(
-                f"`stages` names the first layer of {len(named)} stages after the first, and there are "
-                f"{len(devices)} devices",
-                f"name {len(devices) - 1} layers, or set `devices={len(named) + 1}`",
-            )
+        plan.require_number_of_names(named, len(devices), "devices", "set `devices={}`")
         if len(set(devices)) < len(devices):
             raise UsageError(f"`devices` is {', '.join(devices)}, which repeats a device", "name each device once")
         if len({device.partition(":")[0] for device in devices}) > 1:
@@ -122,7 +117,7 @@ class Stages:
         try:
             yield
         except tf.errors.ResourceExhaustedError as error:
-            numbers = stage_names.found_in(str(error))
+            numbers = stage_names.stage_and_micro_batch(str(error))
             if numbers is None:
                 raise
             stage = numbers[0]
@@ -135,9 +130,4 @@ class Stages:
     def described(self, model: Any) -> list[dict[str, Any]]:
         """Returns the device, layers and parameters of each stage of `model`; empty before it is cut."""
         made = self.plan_of(model)
-        if made is None:
-            return []
-        return [
-            {"device": device, "layers": made.layers_of(stage), "parameters": made.parameters_of(stage)}
-            for stage, device in enumerate(self.devices)
-        ]
+        return [] if made is None else made.described(self.devices)

@@ -42,7 +42,7 @@ class PipelineMesh(spmd.Mesh):
     @contextlib.contextmanager
     def computing(self, operation: tf.Operation, inputs: Sequence[tf.Tensor]) -> Iterator[None]:
         previous = self._stage, self._device
-        numbers = stage_names.found_in(operation.name)
+        numbers = stage_names.stage_and_micro_batch(operation.name)
         if numbers is not None:
             self._stage, self._device = numbers[0], self.stage_devices[numbers[0]]
         elif self._stage is None:

@@ -70,7 +70,7 @@ def scope_of(stage: int, task: Task) -> str:
 
 def task_of(name: str) -> tuple[int, Task] | None:
     """Returns the stage and the task of an operation by its name; `None` if it belongs to no task."""
-    numbers = stage_names.found_in(name)
+    numbers = stage_names.stage_and_micro_batch(name)
     if numbers is None:
         return None
     stage, micro_batch = numbers

@@ -214,6 +214,13 @@ class Plan:
         """Returns the names of a stage's layers, with the names of the models that contain them."""
         return list(dict.fromkeys("/".join(call.path) for call in self.calls_of(stage)))
 
+    def described(self, devices: Sequence[str]) -> list[dict[str, Any]]:
+        """Returns the device, layers and parameters of each stage; `devices` has one device per stage."""
+        return [
+            {"device": device, "layers": self.layers_of(stage), "parameters": self.parameters_of(stage)}
+            for stage, device in enumerate(devices)
+        ]
+
     def bytes_across(self, cut: int) -> int:
         """Returns the bytes per example that a forward pass sends across the cut before stage number `cut`."""
         begin = self.begins[cut]
@@ -221,6 +228,22 @@ class Plan:
         used |= {id(tensor) for tensor in self.functional.outputs}
         sent = {id(tensor): tensor for call in self.calls[:begin] for tensor in call.outputs if id(tensor) in used}
         return sum(bytes_of(tensor, 1) for tensor in sent.values())
+
+
+def require_number_of_names(named: Sequence[str] | None, count: int, units: str, change: str) -> None:
+    """Raises `UsageError` if `named` has no layer for each of `count` stages after the first.
+
+    Args:
+        named: the first layer of each stage after the first; `None` is always accepted.
+        count: the number of stages.
+        units: the things that there are `count` of, in the message.
+        change: how to get another number of them, with `{}` for the number.
+    """
+    if named is not None and len(named) != count - 1:
+        raise UsageError(
+            f"`stages` names the first layer of {len(named)} stages after the first, and there are {count} {units}",
+            f"name {count - 1} layers, or {change.format(len(named) + 1)}",
+        )
 
 
 def require_cuttable(model: Any, stages: int) -> None:

@@ -78,7 +78,7 @@ class StagedGraph:
 
     def described(self) -> str:
         """Returns a checksum of the operations and their places, which must be equal in all processes."""
-        lines = [(one.type, str(self.places.get(one.name)), len(one.outputs)) for one in self.operations]
+        lines = [(op.type, str(self.places.get(op.name)), len(op.outputs)) for op in self.operations]
         inside = [branch.described() for branches in self.branches.values() for branch in branches]
         return hashlib.sha256(repr((lines, inside)).encode()).hexdigest()
 
@@ -109,7 +109,8 @@ class StagedGraph:
         """Returns the stages that read an input of an operation."""
         branches = self.branches.get(operation.name)
         if branches is not None and index:
-            return {stage for one in branches for stage in one.needed.get(key(one.graph.inputs[index - 1]), ())}
+            readers = (branch.needed.get(key(branch.graph.inputs[index - 1]), set()) for branch in branches)
+            return set().union(*readers)
         place = self.places.get(operation.name)
         return self._all if place is None else {place}
 

@@ -272,13 +272,7 @@ class StagesOfProcesses(JobStrategy):
 
     def set_up(self) -> None:
         super().set_up()
-        count = self.world.world_size
-        if self._named is not None and len(self._named) != count - 1:
-            raise UsageError(
-                f"`stages` names the first layer of {len(self._named)} stages after the first, and there are "
-                f"{count} processes",
-                f"name {count - 1} layers, or start {len(self._named) + 1} processes",
-            )
+        plan.require_number_of_names(self._named, self.world.world_size, "processes", "start {} processes")
 
     def make_mesh(self) -> StageMesh:
         assert isinstance(self.group, ArrayGroup)
@@ -331,7 +325,7 @@ class StagesOfProcesses(JobStrategy):
             part = parts.part_of(variable)
             if part is not None:
                 versions = [*tensorflow_variables.copies(variable), *delayed.previous_versions(model, variable)]
-                self._owners.update({id(one.handle): (weakref.ref(one), part.owner) for one in versions})
+                self._owners.update({id(copy.handle): (weakref.ref(copy), part.owner) for copy in versions})
 
     def _owner(self, handle: tf.Tensor) -> int | None:
         """Returns the stage that has the variable with this handle; `None` if all processes have it."""
@@ -467,16 +461,8 @@ class StagesOfProcesses(JobStrategy):
 
     def stages_of(self, model: Any) -> list[dict[str, Any]]:
         made = self._plans.get(id(keras_stages.functional_of(model)))
-        if made is None:
-            return []
-        return [
-            {
-                "device": f"{self.world.named(number)}, {self.devices[0]}",
-                "layers": made.layers_of(number),
-                "parameters": made.parameters_of(number),
-            }
-            for number in range(self.world.world_size)
-        ]
+        devices = [f"{self.world.named(number)}, {self.devices[0]}" for number in range(self.world.world_size)]
+        return [] if made is None else made.described(devices)
 
     def options(self) -> dict[str, Any]:
         options = {"micro_batches": self.micro_batches, "schedule": self._schedule, "balance": self._balance}

@@ -7,7 +7,7 @@
 
 How much faster follows from the epochs of a round, with an interval; if that holds 1, input costs nothing. Of the time
 that is left, a trace of steps with synthetic input tells what computes and what is exchanged; the rest is waiting, or
-latency. The largest part is what bounds the training, as in `tfdist.profiling.bounds`.
+latency. The largest part is what bounds the training, as in `tfdist.profiling.breakdown`.
 
 Synopsis:
 
@@ -24,7 +24,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from tfdist.profiling import bounds
+from tfdist.profiling import breakdown
 from tfdist.study import ratios, results, work
 from tfdist.study.plan import REAL, SYNTHETIC, Cell
 from tfdist.study.results import Comparison, Row
@@ -67,13 +67,13 @@ class Verdict:
         if not self.is_known or not self.parts:
             return {}
         found = {kind: (1 - self.input_share) * share for kind, share in self.parts.items()}
-        return {kind: found.get(kind, self.input_share) for kind in bounds.FIRST_TO_TRY}
+        return {kind: found.get(kind, self.input_share) for kind in breakdown.FIRST_TO_TRY}
 
     @property
     def bound(self) -> str:
         """The kind of the largest part; "" if the runs do not tell."""
         if self.shares:
-            return bounds.bound_of(self.shares)
+            return breakdown.bound_of(self.shares)
         return "input" if self.is_known and self.input_share > 0.5 else ""  # whatever the rest is
 
     @property
@@ -92,7 +92,7 @@ class Verdict:
     @property
     def _of_bound(self) -> str:
         if self.bound:
-            return bounds.advice(self.shares or {self.bound: self.input_share}).replace("\n", " ")
+            return breakdown.advice(self.shares or {self.bound: self.input_share}).replace("\n", " ")
         return (
             f"Input takes {self.input_share:.0%} of an epoch, and no trace tells whether the rest is compute, "
             "communication or latency."
