@@ -57,8 +57,8 @@ def test_an_argument_that_cannot_work_is_refused(options, message):
     [
         ({"op": 2}, "DistributedGradientTape can average or sum gradients. Received: op `2`"),
         ({"groups": 2}, "DistributedGradientTape for Keras 3 has no `groups`"),
-        ({"examples": 3, "op": 1}, "was given `examples`, and does not average over them"),
-        ({"examples": 3, "average_over": "processes"}, "was given `examples`, and does not average over them"),
+        ({"examples": 3, "op": 1}, "received `examples`, but does not average over them"),
+        ({"examples": 3, "average_over": "processes"}, "received `examples`, but does not average over them"),
     ],
 )
 def test_an_argument_that_cannot_work_is_refused_by_a_tape_too(options, message):

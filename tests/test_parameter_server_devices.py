@@ -54,8 +54,8 @@ def test_a_server_is_told_which_gpus_it_has():
 
 def test_workers_with_and_without_a_gpu_are_refused_together():
     names = [f"/job:worker/replica:0/task:{index}/device:GPU:0" for index in range(3)]
-    job.require_alike(world(0), names)
-    job.require_alike(world(0), [])
+    job.require_equal_gpus(world(0), names)
+    job.require_equal_gpus(world(0), [])
     with pytest.raises(UsageError, match=r"worker 1 \(one:2002\): 0, worker 2 \(two:2001\): 1") as error:
-        job.require_alike(world(0), [names[0], names[2]])
+        job.require_equal_gpus(world(0), [names[0], names[2]])
     assert "CUDA_VISIBLE_DEVICES" in error.value.hint

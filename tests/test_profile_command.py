@@ -7,11 +7,11 @@ import tensorflow as tf
 from click.testing import CliRunner
 
 from tfdist import profile, train
-from tfdist.profiling import bounds, layers, trace
+from tfdist.profiling import breakdown, layers, trace
 from tfdist.run.folder import load_record
 
 
-@pytest.mark.parametrize("module", [layers, bounds])
+@pytest.mark.parametrize("module", [layers, breakdown])
 def test_the_synopsis_runs(module):
     assert doctest.testmod(module).failed == 0
 
@@ -48,7 +48,7 @@ def test_a_trace_without_steps_is_one_sentence(tmp_path):
 
 def bound(seconds):
     named = {kind: seconds[f"{kind}_seconds"] for kind in ("compute", "communication", "input", "waiting")}
-    return bounds.bound_of(named)
+    return breakdown.bound_of(named)
 
 
 def test_a_run_without_a_trace_is_one_sentence(tmp_path):

@@ -13,7 +13,7 @@ import click
 
 from tfdist import terminal
 from tfdist.errors import UsageError
-from tfdist.profiling import bounds, breakdown, layers, stages, trace
+from tfdist.profiling import breakdown, layers, stages, trace
 
 LEAST_SHARE = 0.0005  # rounds to 0.1 %
 
@@ -37,7 +37,7 @@ def command(run: Path, top: int) -> None:
         click.echo(_table("kind", layers.by_kind(summary.ops), top))
         click.echo(_table("operation", {f"{op.name}  ({op.type})": op.share for op in summary.ops}, top))
         if summary.breakdown is not None:
-            click.echo(f"\n{breakdown.as_text(summary.breakdown)}\n{bounds.advice(summary.breakdown.shares())}")
+            click.echo(f"\n{breakdown.as_text(summary.breakdown)}\n{breakdown.advice(summary.breakdown.shares())}")
         if summary.stages is not None:
             click.echo(stages.as_text(summary.stages))
 

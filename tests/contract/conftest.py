@@ -117,12 +117,12 @@ def pytest_pyfunc_call(pyfuncitem):
 
 
 REFUSED = (
-    "cannot be cut into stages, because its `call` is its own",
-    "stages were asked for, and the model",  # which has one layer
-    "is not built before its first step runs eagerly",
+    "cannot be cut into stages, because it has a custom `call`",
+    "stages were requested, and the model",  # which has one layer
+    "would be built in its first eager step",
 )
 REFUSED_ACROSS = (
-    "Micro-batches meet in the middle of a step",
+    "Micro-batches exchange values within a step",
     "has nothing to train",
     "of its own, and a pipeline of several processes runs Keras' own",
     "is compiled with `run_eagerly=True`, and a pipeline of several processes",

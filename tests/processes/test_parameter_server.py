@@ -405,5 +405,5 @@ def test_a_connection_of_the_chief_that_breaks_is_named_where_the_job_cannot_go_
                 break_connections(server, chief)
         code, _, err = job.end(60)
     assert code == 3, err
-    assert "Connections to ps 0 broke, which serves on" in err and "hint" in err
+    assert "Connections to ps 0 broke, although it is still running" in err and "hint" in err
     assert "Traceback" not in err

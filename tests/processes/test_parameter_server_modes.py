@@ -373,9 +373,9 @@ def test_what_a_mode_cannot_train_is_refused_in_a_sentence(tmp_path):
     assert "scales the loss" in said["SCALED"]
     assert "`use_ema`" in said["EMA"]
     assert "accumulates gradients" in said["ACCUMULATED"]
-    assert "`mode=eamsgd` has a momentum of its own" in said["MOMENTUM"] and "of 0.9" in said["MOMENTUM"]
+    assert "`mode=eamsgd` has its own momentum" in said["MOMENTUM"] and "of 0.9" in said["MOMENTUM"]
     said = run_script(tmp_path, REFUSED, json.dumps({"mode": "asp"}), workers=2)
-    assert "with `mode=asp` the steps of an update would be those of several workers" in said["ACCUMULATED"]
+    assert "with `mode=asp` one update would combine steps of several workers" in said["ACCUMULATED"]
 
 
 @pytest.mark.parametrize(
@@ -423,6 +423,6 @@ print("CENTRE", bool(np.all([np.isfinite(weight).all() for weight in model.get_w
 def test_weights_that_are_no_numbers_do_not_come_to_the_centre(tmp_path, mode):
     said = run_script(tmp_path, NOT_FINITE, json.dumps({"mode": mode}), workers=2)
     assert re.search(
-        r"The weights of a worker are not finite( after \d+ of its steps)?, and were not given", said["ERROR"]
+        r"The weights of a worker are not finite( after \d+ of its steps)?, and were not sent", said["ERROR"]
     )
     assert said["CENTRE"] == "True"

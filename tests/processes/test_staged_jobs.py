@@ -100,7 +100,7 @@ def test_each_stage_is_in_the_record(tmp_path, name):
     [
         (["micro_batches=3"], "in one stage"),
         (["stages=2", "shard=optimizer"], "cannot be used together"),
-        (["stages=9"], "9 stages were asked for"),
+        (["stages=9"], "9 stages were requested"),
         (["stages=2", "schedule=2bw"], "cannot have `2bw` as `schedule`"),
     ],
 )

@@ -8,8 +8,8 @@
     model.fit(..., callbacks=[hvd.callbacks.BroadcastGlobalVariablesCallback(0), hvd.callbacks.MetricAverageCallback()])
 
 `DistributedOptimizer`, `DistributedGradientTape`, `load_model`, `broadcast_variables`, the four collectives for values
-and the `callbacks` are written for Keras 3. `init` also joins a job that TF_CONFIG or Slurm describes, and refuses an
-`mpirun` of another MPI library. All other names (`rank`, `local_rank`, `Average`, `Compression`, ...) are those of
+and the `callbacks` are written for Keras 3. `init` also joins a job that TF_CONFIG or Slurm describes, and refuses the
+`mpirun` of a different MPI library. All other names (`rank`, `local_rank`, `Average`, `Compression`, ...) come from
 `horovod.tensorflow`, which is imported when one of them is first used.
 """
 
@@ -38,7 +38,7 @@ from tfdist.jobs.heartbeat import Limits
 from tfdist.jobs.world import World
 from tfdist.options import checked_seconds
 
-# One of these is set if `horovodrun`, `mpirun` or `srun --mpi` has given Horovod itself the rank of this process.
+# One of these is set if `horovodrun`, `mpirun` or `srun --mpi` passes the rank of this process to Horovod itself.
 KNOWN_TO_HOROVOD = {gloo.RANK, "OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK"}
 
 __all__ = [
@@ -67,22 +67,22 @@ def init(
     timeout_seconds: float = 20.0,
     callback_timeout_seconds: float | None = None,
 ) -> None:
-    """`horovod.tensorflow.init`: joins the job.
+    """Joins the job, as `horovod.tensorflow.init` does.
 
-    The job is joined over Gloo if `tfdist.launch`, TF_CONFIG or Slurm describes it and has not set Horovod's own
-    variables.
+    The job is joined over Gloo if `tfdist.launch`, TF_CONFIG or Slurm describes it and Horovod's own environment
+    variables are not set.
 
     Args:
-        comm: as of Horovod's own function.
-        process_sets: the same.
+        comm: see `horovod.tensorflow.init`.
+        process_sets: see `horovod.tensorflow.init`.
         timeout_seconds: how long processes may wait for different operations, and how long a process may be silent,
             until the job ends with an error that names them.
-        callback_timeout_seconds: how long a process may be busy, as in a callback, while others wait for it; `None` is
-            without limit.
+        callback_timeout_seconds: how long a process may be busy, for example in a callback, while others wait for it;
+            `None` means without limit.
 
     Raises:
-        UsageError: Horovod is not installed, its MPI library is not that of the `mpirun` that started this process, or
-            a time is not a positive number.
+        UsageError: Horovod is not installed, its MPI library differs from that of the `mpirun` that started this
+            process, or a timeout is not a positive number.
         ClusterError: a process is missing.
     """
     busy_seconds = timeouts.callback_timeout_seconds(callback_timeout_seconds)
@@ -90,8 +90,8 @@ def init(
     horovod = engine.load()
     world = World.detect()
     if comm is None and world.tasks and not KNOWN_TO_HOROVOD & os.environ.keys():
-        found = gloo.meet(world, {"script of": __name__}, timeouts.start_timeout_seconds(None))
-        gloo.set_unless_set(found)
+        variables = gloo.meet(world, {"script of": __name__}, timeouts.start_timeout_seconds(None))
+        gloo.set_unless_set(variables)
     horovod.init(comm, process_sets)
     # Gloo reads the same variables as `World`; with `comm`, some processes may not take part.
     if comm is None and horovod.mpi_enabled():
@@ -103,7 +103,7 @@ def init(
 
 
 def shutdown() -> None:
-    """`horovod.tensorflow.shutdown`: leaves the job."""
+    """Leaves the job, as `horovod.tensorflow.shutdown` does."""
     job.end()
     engine.load().shutdown()
 

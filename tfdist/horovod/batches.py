@@ -1,7 +1,7 @@
-"""How many examples the batch has that Keras trains on: the weight of a process' gradient in the mean over all.
+"""The number of examples in the batch that Keras trains on, by which a process's gradient is weighted in the mean.
 
 Keras passes each batch to the model's `train_step`. The number of its examples is the length of the first axis of its
-first tensor, as everywhere in Keras. In a loop written by hand nothing says which tensors are the batch.
+first tensor, as everywhere in Keras. In a custom training loop it is unknown which tensors are the batch.
 """
 
 from __future__ import annotations
@@ -20,53 +20,53 @@ from tfdist.internals import keras_patches
 
 @dataclass(frozen=True)
 class Batch:
-    """A batch that a step of Keras' trains on.
+    """A batch of a Keras training step.
 
     Attributes:
-        examples: how many it has, int64; `None` if it has no tensor with axes.
-        optimizer: that of the model, or `None`.
+        examples: the number of examples, int64; `None` if the batch has no tensor with axes.
+        optimizer: the model's optimizer, or `None`.
     """
 
     examples: tf.Tensor | None
     optimizer: Any
 
 
-class _Thread(threading.local):
+class _ThreadState(threading.local):
     batch: Batch | None = None
 
 
-_thread = _Thread()
+_thread = _ThreadState()
 
 
 @functools.cache
 def install() -> None:
-    """From now on the training steps of Keras' own loop know their batches."""
-    keras_patches.around_steps(_knowing_batch)
+    """Makes `current` available in the training steps of Keras' own loop from now on."""
+    keras_patches.around_steps(_with_batch)
 
 
 def current() -> Batch | None:
-    """The batch of the training step that is computed or traced; `None` outside of one."""
+    """Returns the batch of the training step that runs or is traced; `None` outside of training steps."""
     return _thread.batch
 
 
 def examples() -> tf.Tensor | None:
-    """The number of examples, int64, of the batch of the step that is computed or traced; `None` outside of one."""
+    """Returns the number of examples (int64) of `current`; `None` if it is unknown."""
     return None if _thread.batch is None else _thread.batch.examples
 
 
-def _knowing_batch(model: Any, step: Callable[[Any], Any]) -> Callable[[Any], Any]:
+def _with_batch(model: Any, step: Callable[[Any], Any]) -> Callable[[Any], Any]:
     if step != model.train_step:
         return step
 
     @functools.wraps(step)
-    def knowing(data: Any) -> Any:
-        before, _thread.batch = _thread.batch, Batch(_length(data), getattr(model, "optimizer", None))
+    def with_batch(data: Any) -> Any:
+        previous, _thread.batch = _thread.batch, Batch(_length(data), getattr(model, "optimizer", None))
         try:
             return step(data)
         finally:
-            _thread.batch = before
+            _thread.batch = previous
 
-    return knowing
+    return with_batch
 
 
 def _length(data: Any) -> tf.Tensor | None:

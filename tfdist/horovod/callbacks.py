@@ -1,6 +1,6 @@
-"""Horovod's callbacks for Keras 3: in stock `model.fit`, and in tfdist's loop.
+"""Horovod's callbacks for Keras 3, for stock `model.fit` and for tfdist's loop.
 
-The learning-rate rules are those of Goyal et al. 2017, "Accurate, Large Minibatch SGD", sections 2.1 and 2.2. If one
+The learning rate rules are those of Goyal et al. 2017, "Accurate, Large Minibatch SGD", sections 2.1 and 2.2. If one
 call runs several batches (`steps_per_execution`), the rate of the first batch applies to all of them.
 """
 
@@ -21,15 +21,15 @@ Logs = dict[str, Any] | None
 
 
 class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
-    """Gives all processes the weights and the optimizer state of one process, before the first step of a `fit`.
+    """Broadcasts the weights and the optimizer state of one process before the first step of a `fit`.
 
-    All processes then begin with the same values, from random weights or from a checkpoint that one process has read.
-    A model that is built by its first batch is broadcast after that batch. Metrics and the states of random layers are
-    not sent.
+    All processes then start with the same values, whether random or from a checkpoint that one process has read. A
+    model that is built by its first batch is broadcast after that batch. Metrics and the states of random layers are
+    not broadcast.
 
     Args:
         root_rank: the process whose values the others receive.
-        local_variables: variables that are not sent.
+        local_variables: variables that are not broadcast.
     """
 
     def __init__(self, root_rank: int, local_variables: Collection[Any] = ()):
@@ -39,20 +39,20 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
         self._done = False
 
     def batches_until_hook(self, batch: int) -> int | None:
-        """Only at the first batch; see `tfdist.callbacks`."""
+        """Asks for the first batch only; see `tfdist.callbacks`."""
         return None if self._done else 1
 
     def on_train_begin(self, logs: Logs = None) -> None:
-        """A new `fit` begins."""
+        """Prepares for a new `fit`."""
         self._done = False
 
     def on_train_batch_begin(self, batch: int, logs: Logs = None) -> None:
-        """Broadcasts: all callbacks have begun, including those that read checkpoints."""
+        """Broadcasts after `on_train_begin` of all callbacks, some of which read checkpoints."""
         if not self._done and self.model.built:
             self._broadcast()
 
     def on_train_batch_end(self, batch: int, logs: Logs = None) -> None:
-        """Broadcasts a model that its first batch has built."""
+        """Broadcasts a model that was built by its first batch."""
         if not self._done:
             self._broadcast()
 
@@ -61,7 +61,7 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
         if not optimizer.built:
             optimizer.build(self.model.trainable_variables)
         local = {id(variable) for variable in self.local_variables}
-        variables = [v for v in [*self.model.weights, *optimizer.variables] if id(v) not in local]
+        variables = [variable for variable in (*self.model.weights, *optimizer.variables) if id(variable) not in local]
         with operations.named("the values of `BroadcastGlobalVariablesCallback`"):
             collectives.broadcast_variables(variables, self.root_rank)
         self._done = True
@@ -70,8 +70,8 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
 class MetricAverageCallback(keras.callbacks.Callback):
     """Replaces the logs of an epoch by their means over all processes.
 
-    Later callbacks in the list see the means: ReduceLROnPlateau, TensorBoard, EarlyStopping. All processes must have
-    the same names in their logs.
+    Later callbacks in the list, such as `EarlyStopping`, see the means. All processes must have the same names in their
+    logs.
     """
 
     def on_epoch_end(self, epoch: int, logs: Logs = None) -> None:
@@ -86,23 +86,21 @@ class MetricAverageCallback(keras.callbacks.Callback):
 
 
 class LearningRateScheduleCallback(keras.callbacks.Callback):
-    """Sets the learning rate to `initial_lr * multiplier` from one epoch to another.
-
-    The logs of an epoch have the rate as `lr`.
+    """Sets the learning rate to `initial_lr * multiplier` in a range of epochs, and logs it as `lr`.
 
     Args:
-        initial_lr: the rate that is multiplied.
+        initial_lr: the learning rate that is multiplied.
         multiplier: a function of the epoch, or a number that is raised to the power `epoch - start_epoch`.
-        start_epoch: the first epoch in which the rate is set.
-        end_epoch: the first epoch in which the rate is no longer set; `None` for no end.
+        start_epoch: the first epoch of the range.
+        end_epoch: the first epoch after the range; `None` for no end.
         staircase: set the rate once per epoch, from the integer epoch; otherwise at each batch, from
             `epoch + batch / steps`.
-        momentum_correction: scale the velocity of SGD or RMSprop, which includes the rate, when the rate changes
+        momentum_correction: when the rate changes, scale the velocity of SGD or RMSprop, which includes the rate
             (section 2.2, remark 2).
-        steps_per_epoch: needed without `staircase` if `fit` does not know it, for example for a generator.
+        steps_per_epoch: required without `staircase` if `fit` does not know it, for example for a generator.
 
     Raises:
-        UsageError: before the first step, if the optimizer follows a schedule, or if the steps per epoch are unknown.
+        UsageError: before the first step, if the optimizer has a schedule, or the steps per epoch are unknown.
     """
 
     def __init__(
@@ -126,11 +124,11 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):
         self._epoch = 0
 
     def batches_until_hook(self, batch: int) -> int | None:
-        """Every batch without `staircase`, the first batch of an epoch with it; see `tfdist.callbacks`."""
+        """Asks for every batch without `staircase`, and for none within an epoch with it; see `tfdist.callbacks`."""
         return None if self.staircase or not self._applies() else 1
 
     def on_train_begin(self, logs: Logs = None) -> None:
-        """Checks that the rate can be set."""
+        """Checks that the learning rate can be set."""
         warmup.refuse_schedule(self.model.optimizer, type(self).__name__)
         self.steps_per_epoch = self.steps_per_epoch or self.params.get("steps")
         if not self.staircase and not self.steps_per_epoch:
@@ -144,7 +142,7 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):
         self._epoch = epoch
 
     def on_train_batch_begin(self, batch: int, logs: Logs = None) -> None:
-        """Sets the rate, if it is due at this batch."""
+        """Sets the learning rate if it changes at this batch."""
         if not self._applies() or (self.staircase and batch > 0):
             return
         self._set(self._epoch if self.staircase else self._epoch + batch / (self.steps_per_epoch or 1))
@@ -159,11 +157,11 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):
 
     def _set(self, epoch: float) -> None:
         optimizer = self.model.optimizer
-        before, now = warmup.current(optimizer), self.initial_lr * self.multiplier(epoch)
-        optimizer.learning_rate = now
-        if self.momentum_correction and before not in (0, now):
+        old_rate, new_rate = warmup.current(optimizer), self.initial_lr * self.multiplier(epoch)
+        optimizer.learning_rate = new_rate
+        if self.momentum_correction and old_rate not in (0, new_rate):
             for velocity in _velocities(optimizer):
-                velocity.assign(velocity * (now / before))
+                velocity.assign(velocity * (new_rate / old_rate))
 
 
 class LearningRateWarmupCallback(LearningRateScheduleCallback):
@@ -173,10 +171,10 @@ class LearningRateWarmupCallback(LearningRateScheduleCallback):
     warmup_epochs)`.
 
     Args:
-        initial_lr: the rate after the warm-up: `hvd.size()` times the one for a single process.
-        warmup_epochs: the length of the warm-up.
+        initial_lr: the learning rate after the warm-up: `hvd.size()` times that of a single process.
+        warmup_epochs: the number of epochs of the warm-up.
         momentum_correction: see `LearningRateScheduleCallback`.
-        steps_per_epoch: needed if `fit` does not know it, for example for a generator.
+        steps_per_epoch: required if `fit` does not know it, for example for a generator.
         verbose: 1 prints a line when the warm-up ends.
 
     Raises:
@@ -206,11 +204,11 @@ class LearningRateWarmupCallback(LearningRateScheduleCallback):
         """Adds `lr` to `logs`, and prints a line when the warm-up ends."""
         super().on_epoch_end(epoch, logs)
         if self.verbose and epoch == self.warmup_epochs - 1 and engine.load().rank() == 0:
-            reached = warmup.current(self.model.optimizer)
-            print(f"\nEpoch {epoch + 1}: finished gradual learning rate warmup to {reached:g}.")
+            rate = warmup.current(self.model.optimizer)
+            print(f"\nEpoch {epoch + 1}: finished gradual learning rate warmup to {rate:g}.")
 
     def _factor(self, epoch: float) -> float:
-        # Computed for the last batch of the call, so that the rate ends at `initial_lr`.
+        # The epoch of the last batch of the call, so that the rate ends at `initial_lr`.
         assert self.steps_per_epoch is not None
         epoch = min(epoch + self.model.steps_per_execution / self.steps_per_epoch, self.warmup_epochs)
         size = engine.load().size()
@@ -218,7 +216,7 @@ class LearningRateWarmupCallback(LearningRateScheduleCallback):
 
 
 def _velocities(optimizer: Any) -> list[Any]:
-    """The slots of an optimizer to which `learning_rate * gradient` is added."""
+    """Returns the slots of an optimizer to which `learning_rate * gradient` is added."""
     optimizer = getattr(optimizer, "inner_optimizer", optimizer)
     slots: list[Any] = []
     if isinstance(optimizer, keras.optimizers.SGD):

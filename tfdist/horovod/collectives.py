@@ -1,8 +1,8 @@
 """Collectives for values and variables over Horovod's processes.
 
-Horovod matches the tensors of the processes by name. Names from a graph differ if the graphs of the processes differ,
-for which a last batch of another size is enough, and the processes then wait for each other forever. The functions here
-therefore set the names.
+Horovod matches the tensors of the processes by name. If the graphs of the processes differ, for example because of a
+smaller last batch, so do the names from the graphs, and the processes wait for each other forever. Therefore, the
+functions for variables set the names.
 """
 
 from __future__ import annotations
@@ -16,33 +16,33 @@ import tensorflow as tf
 from tfdist.errors import UsageError
 from tfdist.groups import horovod as engine
 from tfdist.groups.packing import Packing, packed
-from tfdist.horovod import names, operations
+from tfdist.horovod import operations
 
 
 @tf.autograph.experimental.do_not_convert
 def allreduce(value: Any, *arguments: Any, **options: Any) -> Any:
-    """`horovod.tensorflow.allreduce` of a tensor, an array, a number or a list of numbers: the mean, or as `op` says.
+    """Calls `horovod.tensorflow.allreduce` with a tensor, an array, a number or a list of numbers.
 
-    All processes must pass the same shape.
+    It returns the mean, or the reduction `op`. All processes must pass the same shape.
     """
     return engine.load().allreduce(_tensor(value), *arguments, **options)
 
 
 @tf.autograph.experimental.do_not_convert
 def allgather(value: Any, *arguments: Any, **options: Any) -> Any:
-    """`horovod.tensorflow.allgather`: the values of all processes, joined along the first dimension."""
+    """Calls `horovod.tensorflow.allgather`, which concatenates the values of all processes along the first axis."""
     return engine.load().allgather(_tensor(value), *arguments, **options)
 
 
 @tf.autograph.experimental.do_not_convert
 def broadcast(value: Any, root_rank: int, *arguments: Any, **options: Any) -> Any:
-    """`horovod.tensorflow.broadcast`: the value of the process `root_rank`."""
+    """Calls `horovod.tensorflow.broadcast`, which returns the value of the process `root_rank`."""
     return engine.load().broadcast(_tensor(value), root_rank, *arguments, **options)
 
 
 @tf.autograph.experimental.do_not_convert
 def reducescatter(value: Any, *arguments: Any, **options: Any) -> Any:
-    """`horovod.tensorflow.reducescatter`: the part of this process, along the first dimension, of the reduced value."""
+    """Calls `horovod.tensorflow.reducescatter`, which returns this process's part, by rows, of the reduced value."""
     return engine.load().reducescatter(_tensor(value), *arguments, **options)
 
 
@@ -50,12 +50,12 @@ def reducescatter(value: Any, *arguments: Any, **options: Any) -> Any:
 def broadcast_variables(
     variables: Iterable[Any], root_rank: int, process_set: Any = None, inplace: bool = False
 ) -> None:
-    """Gives `variables`, of Keras or TensorFlow, the values that they have in the process `root_rank`.
+    """Sets variables of Keras or TensorFlow to their values in the process `root_rank`.
 
     Args:
-        variables: in the same order in all processes.
+        variables: the variables, in the same order in all processes.
         root_rank: the process whose values the others receive.
-        process_set: the processes that take part; `None` is all.
+        process_set: the processes that take part; `None` means all.
         inplace: has no effect.
     """
     del inplace
@@ -64,7 +64,7 @@ def broadcast_variables(
 
 @tf.autograph.experimental.do_not_convert
 def broadcast_(variables: Iterable[Any], root_rank: int, name: str | None = None, process_set: Any = None) -> list[Any]:
-    """As `broadcast_variables`; returns the values. `name` has no effect."""
+    """Does the same as `broadcast_variables`, and returns the values. `name` has no effect."""
     del name
     return _broadcast(variables, root_rank, process_set)
 
@@ -72,7 +72,7 @@ def broadcast_(variables: Iterable[Any], root_rank: int, name: str | None = None
 def _broadcast(variables: Iterable[Any], root_rank: int, process_set: Any) -> list[Any]:
     hvd = engine.load()
     plain = [variable.value if isinstance(variable, keras.Variable) else variable for variable in variables]
-    name = names.next_name("tfdist.broadcast")
+    name = operations.next_name("tfdist.broadcast")
     options = {"process_set": process_set or hvd.global_process_set, "ignore_name_scope": True}
 
     def send(tensors: list[Any]) -> list[Any]:
@@ -89,13 +89,13 @@ def _broadcast(variables: Iterable[Any], root_rank: int, process_set: Any) -> li
 
 @tf.autograph.experimental.do_not_convert
 def broadcast_global_variables(root_rank: int) -> None:
-    """Refused: TensorFlow 2 has no global variables.
+    """Raises an error, because TensorFlow 2 has no global variables.
 
     Raises:
         UsageError: always; the message says what to call instead.
     """
     raise UsageError(
-        f"`broadcast_global_variables({root_rank})` is of TensorFlow 1: TensorFlow 2 has no global variables",
+        f"`broadcast_global_variables({root_rank})` needs TensorFlow 1: TensorFlow 2 has no global variables",
         "call `hvd.broadcast_variables(model.variables, root_rank)`, and the same for `optimizer.variables`",
     )
 

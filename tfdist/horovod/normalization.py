@@ -10,18 +10,17 @@ import tensorflow as tf
 from tfdist.errors import UsageError
 from tfdist.groups import horovod as engine
 from tfdist.groups import opaque
-from tfdist.horovod import batches, names, operations
+from tfdist.horovod import batches, operations, reduction
 from tfdist.internals import keras as keras_internals
-from tfdist.internals import keras_patches
 
 
 @keras.saving.register_keras_serializable(package="tfdist.horovod")
 class SyncBatchNormalization(keras.layers.BatchNormalization):
-    """`keras.layers.BatchNormalization`, whose mean and variance in training are those of the joined batch.
+    """A `keras.layers.BatchNormalization` that uses the mean and variance of the global batch in training.
 
     Args:
-        fused: accepted as `False` or `None`, as in Horovod; Keras 3 has no such argument.
-        options: those of `keras.layers.BatchNormalization`.
+        fused: must be `False` or `None`, as in Horovod; Keras 3 has no such argument.
+        options: options of `keras.layers.BatchNormalization`.
 
     Raises:
         UsageError: `fused` is true.
@@ -29,11 +28,11 @@ class SyncBatchNormalization(keras.layers.BatchNormalization):
 
     def __init__(self, fused: bool | None = False, **options: Any):
         if fused:
-            raise UsageError("SyncBatchNormalization does not support `fused=True`", "leave `fused` out")
+            raise UsageError("SyncBatchNormalization does not support `fused=True`", "remove `fused`")
         super().__init__(**options)
 
     def _moments(self, inputs: Any, mask: Any) -> tuple[Any, Any]:
-        """The mean and the variance of each channel over all processes."""
+        """Returns the mean and the variance of each channel over all processes."""
         if engine.load().size() == 1:
             return super()._moments(inputs, mask)
         axes = keras_internals.reduction_axes(self)
@@ -41,23 +40,23 @@ class SyncBatchNormalization(keras.layers.BatchNormalization):
         if mask is not None:
             valid = tf.cast(tf.broadcast_to(tf.cast(mask, "bool")[..., tf.newaxis], tf.shape(inputs)), inputs.dtype)
         x = tf.math.multiply_no_nan(inputs, valid)
-        local = tf.stack([tf.reduce_sum(one, axes) for one in (x, tf.square(x), valid)])
-        total, squares, count = tf.unstack(_sum_over_processes(local, names.next_name(type(self).__name__)))
+        local = tf.stack([tf.reduce_sum(terms, axes) for terms in (x, tf.square(x), valid)])
+        total, squares, count = tf.unstack(_sum_over_processes(local, operations.next_name(type(self).__name__)))
         mean = tf.math.divide_no_nan(total, count)
         return mean, tf.maximum(tf.math.divide_no_nan(squares, count) - tf.square(mean), 0.0)
 
 
 def _sum_over_processes(local: tf.Tensor, name: str) -> tf.Tensor:
-    """The sums over the processes; what their losses say of them counts as the gradients of these losses do."""
+    """Returns the sums over the processes; the processes' gradients are weighted like those of their losses."""
     batch = batches.current()
-    around = None if batch is None or batch.optimizer is None else keras_patches.around_apply(batch.optimizer)
-    examples = batch.examples if batch is not None and getattr(around, "weighs", True) else None
+    weighted = batch is not None and reduction.averages_by_examples(batch.optimizer, default=True)
+    examples = batch.examples if batch is not None and weighted else None
 
     @tf.custom_gradient
     def summed(local: tf.Tensor) -> Any:
-        def gradient(given: tf.Tensor) -> tf.Tensor:
-            weight = tf.cast(1 if examples is None else examples, given.dtype)
-            return tf.math.divide_no_nan(_all_reduced(given * weight, f"{name}.gradient"), weight)
+        def gradient(upstream: tf.Tensor) -> tf.Tensor:
+            weight = tf.cast(1 if examples is None else examples, upstream.dtype)
+            return tf.math.divide_no_nan(_all_reduced(upstream * weight, f"{name}.gradient"), weight)
 
         return _all_reduced(local, name), gradient
 

@@ -1,13 +1,22 @@
 """The reduction of gradients over Horovod's processes, for optimizers and for tapes.
 
-A process' gradient is that of the mean over its own batch. With n examples of N in all processes, the gradient of the
-joined batch is the sum over the processes of n / N times theirs. Where all batches have the same size that is the plain
-mean over the processes, which is Horovod's own rule.
+The gradient of a process is that of the mean over its batch. With n of N examples in a process, the gradient of the
+global batch is the sum over the processes of n / N times their gradients. If all batches have the same size, this is
+the plain mean over the processes, which is Horovod's rule.
+
+Some losses of Keras are no means over the examples of the batch. Their gradients are multiplied by a factor first; the
+value of the loss remains that of the process.
+
+    loss of a process                                   factor
+    a mean over d valid entries, of D in all processes  (d / D) / (n / N)
+    a weighted mean with the sum of weights d           the same
+    a sum, to be averaged over the processes            (1 / processes) / (n / N)
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import functools
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,20 +26,23 @@ from tfdist.errors import UnknownNameError, UsageError
 from tfdist.groups import horovod as engine
 from tfdist.groups import opaque
 from tfdist.groups import packing as gradient_reduction
+from tfdist.horovod import batches, operations
+from tfdist.internals import keras as keras_internals
+from tfdist.internals import keras_patches
 
 EXAMPLES, PROCESSES = "examples", "processes"
 # Arguments of Horovod's own functions that are not supported here, and what to do instead.
 LEFT_OUT = {
-    "num_groups": "leave it out: all gradients of one dtype are sent as one buffer",
-    "groups": "leave it out: all gradients of one dtype are sent as one buffer",
+    "num_groups": "remove it: all gradients of one dtype are sent as one buffer",
+    "groups": "remove it: all gradients of one dtype are sent as one buffer",
     "process_set": "reduce by hand with `hvd.allreduce(..., process_set=...)`",
-    "scale_local_gradients": "leave it out: no gradient stays local",
+    "scale_local_gradients": "remove it: no gradient stays local",
 }
 
 
 @dataclass(frozen=True)
 class Reduction:
-    """Reduces gradients over all processes, as the arguments of `DistributedOptimizer` say."""
+    """Reduces gradients over all processes, with the options of `DistributedOptimizer`."""
 
     op: Any
     device_dense: str = ""
@@ -41,21 +53,21 @@ class Reduction:
     average_over: str = EXAMPLES
 
     @property
-    def weighs(self) -> bool:
-        """Whether the gradients of processes count by their numbers of examples, where these are known."""
+    def weights_by_examples(self) -> bool:
+        """Whether the gradients of processes are weighted by their numbers of examples, if these are known."""
         return self.average_over == EXAMPLES and self.op == engine.load().Average
 
-    def of_all(self, gradients: Sequence[Any], name: str, factor: tf.Tensor | None = None) -> list[Any]:
-        """The reduced gradients, of which some may be `None`.
+    def reduce(self, gradients: Sequence[Any], name: str, weight: tf.Tensor | None = None) -> list[Any]:
+        """Returns the reduced gradients, some of which may be `None`.
 
         Args:
-            gradients: those of this process.
-            name: of what is sent, the same in all processes.
-            factor: what the gradients of this process are multiplied by first, see `factor`.
+            gradients: the gradients of this process.
+            name: the name for the tensors that are sent, the same in all processes.
+            weight: the factor by which the gradients of this process are multiplied first, see `weight_of_process`.
         """
 
         def send(tensors: list[Any]) -> list[Any]:
-            return [self._reduced(times(one, factor), f"{name}.{index}") for index, one in enumerate(tensors)]
+            return [self._reduced(scaled(tensor, weight), f"{name}.{index}") for index, tensor in enumerate(tensors)]
 
         reduce = gradient_reduction.without_none(gradient_reduction.packed(send, gradient_reduction.Packing(None)))
         return reduce(dense(gradients) if self.sparse_as_dense else list(gradients))
@@ -85,18 +97,18 @@ def checked(
     others: Mapping[str, Any],
     **options: Any,
 ) -> Reduction:
-    """The reduction that arguments of Horovod's own functions describe.
+    """Checks the arguments of a function of Horovod's API, and returns the reduction that they describe.
 
     Args:
-        made_by: the function, in messages.
-        op: `hvd.Average`, also for `None`, or `hvd.Sum`.
-        gradient_predivide_factor: divide by it before the sum, and multiply after.
-        average_over: see `Reduction`.
-        others: arguments that are not supported, unless they have their default values.
-        options: see `Reduction`.
+        made_by: the name of the function for messages.
+        op: `hvd.Average` or `hvd.Sum`; `None` means `hvd.Average`.
+        gradient_predivide_factor: the gradients are divided by it before the sum, and multiplied by it afterwards.
+        average_over: "examples" or "processes".
+        others: arguments that are only supported with their default values.
+        options: other fields of `Reduction`.
 
     Raises:
-        UsageError: an argument cannot work.
+        UsageError: an argument is not supported.
     """
     hvd = engine.load()
     op = hvd.Average if op is None else op
@@ -113,38 +125,38 @@ def checked(
     if gradient_predivide_factor != 1.0 and op != hvd.Average:
         raise UsageError(
             f"`gradient_predivide_factor` is {gradient_predivide_factor:g}, but the gradients are not averaged",
-            "leave it out, or pass `op=hvd.Average`",
+            "remove it, or pass `op=hvd.Average`",
         )
     if average_over not in (EXAMPLES, PROCESSES):
         raise UnknownNameError("average_over", average_over, (EXAMPLES, PROCESSES))
     return Reduction(op, predivide_factor=gradient_predivide_factor, average_over=average_over, **options)
 
 
-def factor(examples: Any, name: str) -> tf.Tensor:
-    """By how much the gradient of this process counts in a mean over the processes: exactly 1 if all batches are alike.
+def weight_of_process(examples: Any, name: str) -> tf.Tensor:
+    """Returns the weight of this process's gradient in a mean over the processes: 1 if all batches have the same size.
 
     Args:
-        examples: how many examples the batch of this process has.
-        name: of what is sent, the same in all processes.
+        examples: the number of examples in the batch of this process.
+        name: the name for the tensors that are sent, the same in all processes.
     """
     hvd = engine.load()
     with tf.device("CPU:0"):
-        mine = tf.cast(examples, tf.int64)
-        of_all = hvd.allreduce(opaque(mine), op=hvd.Sum, name=f"{name}.examples", ignore_name_scope=True)
-        return tf.cast(mine * hvd.size(), tf.float64) / tf.cast(of_all, tf.float64)
+        local = tf.cast(examples, tf.int64)
+        total = hvd.allreduce(opaque(local), op=hvd.Sum, name=f"{name}.examples", ignore_name_scope=True)
+        return tf.cast(local * hvd.size(), tf.float64) / tf.cast(total, tf.float64)
 
 
-def times(tensor: Any, by: tf.Tensor | None) -> Any:
-    """A dense or sparse `tensor` times `by`, of which 0 leaves nothing, not even NaN; `None` leaves it as it is."""
-    if by is None or tensor is None:
+def scaled(tensor: Any, factor: tf.Tensor | None) -> Any:
+    """Returns `tensor`, dense or sparse, times `factor`, where 0 times NaN is 0; `None` means unchanged."""
+    if factor is None or tensor is None:
         return tensor
     if isinstance(tensor, tf.IndexedSlices):
-        return tf.IndexedSlices(times(tensor.values, by), tensor.indices, tensor.dense_shape)
-    return tf.math.multiply_no_nan(tensor, tf.cast(by, tensor.dtype))
+        return tf.IndexedSlices(scaled(tensor.values, factor), tensor.indices, tensor.dense_shape)
+    return tf.math.multiply_no_nan(tensor, tf.cast(factor, tensor.dtype))
 
 
 def dense(gradients: Sequence[Any]) -> list[Any]:
-    """The gradients, of which the sparse ones are made dense, and `None` stays `None`."""
+    """Returns the gradients with the sparse ones converted to dense tensors; `None` stays `None`."""
     return [None if gradient is None else tf.convert_to_tensor(gradient) for gradient in gradients]
 
 
@@ -155,3 +167,60 @@ def _gather_rows(slices: tf.IndexedSlices, op: Any, name: str) -> tf.IndexedSlic
     if op == hvd.Average:
         values = values / tf.cast(hvd.size_op(), values.dtype)
     return tf.IndexedSlices(values, indices, slices.dense_shape)
+
+
+def averages_by_examples(optimizer: Any, default: bool = False) -> bool:
+    """Whether a distributed `optimizer` weights gradients by examples; `default` if there is none."""
+    around = None if optimizer is None else keras_patches.around_apply(optimizer)
+    return bool(getattr(around, "weights_by_examples", default))
+
+
+@functools.cache
+def install_loss_factors() -> None:
+    """Multiplies the gradients of Keras' losses by their factors in steps whose optimizer averages over examples."""
+    keras_patches.around("reduce_weighted_values", _reduced_loss)
+
+
+def _reduced_loss(
+    original: Callable[..., Any],
+    values: Any,
+    sample_weight: Any = None,
+    mask: Any = None,
+    reduction: str | None = "sum_over_batch_size",
+    dtype: Any = None,
+) -> Any:
+    loss = original(values, sample_weight=sample_weight, mask=mask, reduction=reduction, dtype=dtype)
+    batch = batches.current()
+    if batch is None or batch.examples is None or loss.shape.rank != 0 or not averages_by_examples(batch.optimizer):
+        return loss
+    divisor = _divisor(loss, sample_weight, mask, reduction)
+    return loss if divisor is None else _with_gradient_factor(loss, _loss_factor(batch, divisor))
+
+
+def _divisor(loss: Any, sample_weight: Any, mask: Any, reduction: str | None) -> Any:
+    """Returns the number by which a loss is divided, 1 for a sum; `None` if it is the number of its values."""
+    if reduction == "sum":
+        return tf.ones([], tf.float64)
+    if reduction == "mean_with_sample_weight":
+        weight = keras_internals.apply_mask(sample_weight, mask, dtype=loss.dtype, reduction=reduction)
+        return None if weight is None else tf.reduce_sum(tf.cast(weight, tf.float64))
+    if mask is not None and reduction in ("mean", "sum_over_batch_size"):
+        return tf.reduce_sum(tf.cast(mask, tf.float64))
+    return None
+
+
+def _loss_factor(batch: batches.Batch, divisor: Any) -> tf.Tensor:
+    hvd = engine.load()
+    examples = tf.cast(batch.examples, tf.float64)
+    previous_update = tf.convert_to_tensor(keras_internals.iterations(batch.optimizer))
+    dependencies = tf.control_dependencies([previous_update])
+    with operations.named("the divisor of a loss"), tf.device("CPU:0"), dependencies:
+        local = opaque(tf.stop_gradient(tf.stack([divisor, examples])))
+        name = operations.next_name("tfdist.divisor")
+        total = hvd.allreduce(local, op=hvd.Sum, name=name, ignore_name_scope=True)
+        return tf.math.divide_no_nan(divisor * total[1], total[0] * examples)
+
+
+@tf.custom_gradient
+def _with_gradient_factor(value: Any, factor: Any) -> Any:
+    return tf.identity(value), lambda gradient: (gradient * tf.cast(factor, gradient.dtype), None)

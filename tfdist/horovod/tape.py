@@ -1,4 +1,4 @@
-"""Gradient tapes whose gradients are reduced over Horovod's processes, for variables of Keras 3 and of TensorFlow.
+"""Gradient tapes whose gradients are reduced over Horovod's processes, for variables of Keras 3 and TensorFlow.
 
 with tf.GradientTape() as tape:
     loss = loss_function(labels, model(images, training=True))
@@ -16,32 +16,33 @@ import tensorflow as tf
 
 from tfdist.errors import UsageError
 from tfdist.groups import horovod as engine
-from tfdist.horovod import batches, names, operations, reduction
+from tfdist.horovod import batches, operations, reduction
 from tfdist.internals import keras as keras_internals
 
 
 class DistributedGradientTape(tf.GradientTape):
-    """`gradtape`, whose `gradient` returns the gradients that are reduced over all processes.
+    """Wraps `gradtape` so that its `gradient` returns gradients that are reduced over all processes.
 
-    The gradients of `jacobian` and `batch_jacobian` are those of this process, as in Horovod.
+    As in Horovod, `jacobian` and `batch_jacobian` are not reduced.
 
     Args:
-        gradtape: any `tf.GradientTape`, also a persistent one. It may be entered before or through this object.
-        device_dense: where dense gradients are reduced; Horovod chooses by default.
-        device_sparse: where sparse gradients are gathered.
+        gradtape: any `tf.GradientTape`, including persistent ones. It may be entered before or through this object.
+        device_dense: the device on which dense gradients are reduced; Horovod chooses by default.
+        device_sparse: the device on which sparse gradients are gathered.
         compression: `hvd.Compression.fp16` halves the bytes; `None` sends gradients unchanged.
         sparse_as_dense: sum `tf.IndexedSlices` as dense tensors, instead of gathering their rows.
-        op: `hvd.Average`, also for `None`, or `hvd.Sum`.
+        op: `hvd.Average` or `hvd.Sum`; `None` means `hvd.Average`.
         gradient_predivide_factor: with `op=hvd.Average`, divide by it before the sum and multiply after.
         scale_local_gradients: average the gradients of local sources as if the other processes had none.
-        examples: the number of examples in the batch of this process, a number or a scalar tensor. The average is then
-            that over the examples of all processes, the gradient of the joined batch. A tape does not know it: without
-            this argument all processes count alike, as in Horovod. In the `train_step` of a Keras model it is known.
-        average_over: "processes" lets all processes count alike in a `train_step` too.
+        examples: the number of examples in the batch of this process, a number or a scalar tensor. The gradients are
+            then averaged over the examples of all processes, which gives the gradient of the global batch. In the
+            `train_step` of a Keras model this number is known; elsewhere, without this argument, all processes have
+            equal weights, as in Horovod.
+        average_over: "processes" gives all processes equal weights in a `train_step` too.
         others: `num_groups`, `groups` and `process_set`, which are not supported here; see `reduction.LEFT_OUT`.
 
     Raises:
-        UsageError: an argument cannot work, or Horovod is missing.
+        UsageError: an argument is not supported, or Horovod is missing.
     """
 
     @tf.autograph.experimental.do_not_convert
@@ -75,10 +76,10 @@ class DistributedGradientTape(tf.GradientTape):
             compression=compression,
             sparse_as_dense=sparse_as_dense,
         )
-        if examples is not None and not self._reduction.weighs:
+        if examples is not None and not self._reduction.weights_by_examples:
             raise UsageError(
-                "DistributedGradientTape was given `examples`, and does not average over them",
-                "leave out `examples`, or `op` and `average_over`",
+                "DistributedGradientTape received `examples`, but does not average over them",
+                "remove `examples`, or `op` and `average_over`",
             )
         batches.install()
 
@@ -119,74 +120,75 @@ class DistributedGradientTape(tf.GradientTape):
         unconnected_gradients: Any = tf.UnconnectedGradients.NONE,
         use_generic_names: bool = False,
     ) -> Any:
-        """The reduced gradients, in the structure of `sources`; those of local sources are not reduced.
+        """Returns the reduced gradients, in the structure of `sources`; those of local sources are not reduced.
 
         Args:
-            target: as of `tf.GradientTape.gradient`.
-            sources: variables of Keras or TensorFlow, or tensors: one, or a structure of them.
-            output_gradients: as of `tf.GradientTape.gradient`.
-            unconnected_gradients: the same. All processes must agree on which gradients are `None`.
+            target: see `tf.GradientTape.gradient`.
+            sources: a variable of Keras or TensorFlow, a tensor, or a structure of them.
+            output_gradients: see `tf.GradientTape.gradient`.
+            unconnected_gradients: see `tf.GradientTape.gradient`. The same gradients must be `None` in all processes.
             use_generic_names: has no effect; names never depend on the variables.
         """
         del use_generic_names
         flat = tf.nest.flatten(sources)
         plain = [_plain(source) for source in flat]
-        found = self._inner.gradient(target, plain, output_gradients, unconnected_gradients)
+        gradients = self._inner.gradient(target, plain, output_gradients, unconnected_gradients)
         shared = [index for index, source in enumerate(flat) if _identity(source) not in self._local]
         with operations.named("the gradients of a tape"):
-            name = names.next_name("DistributedGradientTape")
-            factor = self._factor(found, name)
-            reduced = self._reduction.of_all([found[index] for index in shared], name, factor)
-        of_all = dict(zip(shared, reduced, strict=True))
-        gradients = [
-            of_all[index] if index in of_all else self._scaled(gradient, factor) for index, gradient in enumerate(found)
+            name = operations.next_name("DistributedGradientTape")
+            weight = self._weight(gradients, name)
+            reduced = self._reduction.reduce([gradients[index] for index in shared], name, weight)
+        reduced_by_index = dict(zip(shared, reduced, strict=True))
+        results = [
+            reduced_by_index[index] if index in reduced_by_index else self._scaled_local(gradient, weight)
+            for index, gradient in enumerate(gradients)
         ]
-        return tf.nest.pack_sequence_as(sources, gradients)
+        return tf.nest.pack_sequence_as(sources, results)
 
     def register_local_source(self, source: Any) -> None:
-        """Marks a variable whose gradient is this process' own, and is not reduced."""
+        """Marks a variable of this process alone, whose gradient is not reduced."""
         self._local.add(_identity(source))
 
     @tf.autograph.experimental.do_not_convert
     def get_local_and_global_gradients(
         self, target: Any, sources: Any, output_gradients: Any = None, use_generic_names: bool = False
     ) -> tuple[list[Any], list[Any]]:
-        """The pairs of source and gradient of local sources, and those of all others."""
-        found = self.gradient(target, list(sources), output_gradients, use_generic_names=use_generic_names)
-        pairs = list(zip(sources, found, strict=True))
+        """Returns the (source, gradient) pairs of local sources, and those of all others."""
+        gradients = self.gradient(target, list(sources), output_gradients, use_generic_names=use_generic_names)
+        pairs = list(zip(sources, gradients, strict=True))
         local = [pair for pair in pairs if _identity(pair[0]) in self._local]
         return local, [pair for pair in pairs if _identity(pair[0]) not in self._local]
 
-    def _factor(self, gradients: list[Any], name: str) -> tf.Tensor | None:
+    def _weight(self, gradients: list[Any], name: str) -> tf.Tensor | None:
         examples = batches.examples() if self._examples is None else self._examples
-        if examples is None or not self._reduction.weighs:
+        if examples is None or not self._reduction.weights_by_examples:
             return None
-        # A graph may have several steps; the numbers of one follow the gradients of its own step.
-        first = [gradient for gradient in gradients if gradient is not None][:1]
-        with tf.control_dependencies([getattr(one, "values", one) for one in first]):
-            return reduction.factor(examples, name)
+        # A graph may contain several steps; the number of examples is sent after a gradient of its own step.
+        first = [getattr(gradient, "values", gradient) for gradient in gradients if gradient is not None][:1]
+        with tf.control_dependencies(first):
+            return reduction.weight_of_process(examples, name)
 
-    def _scaled(self, gradient: Any, factor: tf.Tensor | None) -> Any:
+    def _scaled_local(self, gradient: Any, weight: tf.Tensor | None) -> Any:
         if not self._scale_local_gradients:
             return gradient
-        alike = tf.constant(1.0, tf.float64) if factor is None else factor
-        return reduction.times(gradient, alike / engine.load().size())
+        weight = tf.constant(1.0, tf.float64) if weight is None else weight
+        return reduction.scaled(gradient, weight / engine.load().size())
 
 
 @tf.autograph.experimental.do_not_convert
 def PartialDistributedGradientTape(  # noqa: N802 - Horovod's name
     gradtape: tf.GradientTape, *arguments: Any, local_layers: Collection[Any] | Any = (), **options: Any
 ) -> DistributedGradientTape:
-    """A `DistributedGradientTape` that does not reduce the gradients of some layers.
+    """Returns a `DistributedGradientTape` that does not reduce the gradients of some layers.
 
     Args:
         gradtape: any `tf.GradientTape`.
-        arguments: those of `DistributedGradientTape`.
+        arguments: positional arguments of `DistributedGradientTape`.
         local_layers: a layer, or layers, whose weights differ between the processes.
-        options: those of `DistributedGradientTape`.
+        options: options of `DistributedGradientTape`.
 
     Raises:
-        UsageError: `local_layers` has something else than layers, or as `DistributedGradientTape`.
+        UsageError: `local_layers` contains something else than layers, or for the reasons of `DistributedGradientTape`.
     """
     layers = [local_layers] if isinstance(local_layers, keras.Layer) else list(local_layers or ())
     for layer in layers:

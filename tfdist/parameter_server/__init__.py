@@ -1,1 +1,1 @@
-"""Variables on servers, and the workers that compute with them."""
+"""Training with variables on parameter servers, and the workers that compute the steps."""

@@ -1,10 +1,10 @@
-"""Closures: some steps each, which one worker runs, and how it comes to their examples.
+"""The data of closures; a closure is a few steps that one worker runs.
 
-    arrays            the worker has them; a closure has the indices of its examples
-    read by number    a closure has the numbers of its batches, which the worker reads
-    anything else     the coordinator reads, and sends each batch, one per closure
+    arrays              the worker has them; a closure contains the indices of its examples
+    numbered batches    a closure contains the numbers of its batches, which the worker reads
+    anything else       the coordinator reads the data, and sends one batch per closure
 
-Whoever reads, a step has the examples that it has on one device.
+In each case a step gets the same examples as on one device.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ STEPS_OF_A_CLOSURE = 10
 
 @dataclass(frozen=True)
 class Closure:
-    """Some steps, as the arguments of the function that a worker runs.
+    """A few steps, as the arguments of the function that a worker runs.
 
     Attributes:
         arguments: the data, and the number of steps.
         steps: the number of steps.
-        whole: it has as many steps as a closure can have, each with a full batch.
+        whole: the closure has the largest number of steps, each with a full batch.
         examples: the number of examples of all steps; `None` for a batch whose tensors have different lengths.
     """
 
@@ -44,109 +44,107 @@ class Closure:
 
 
 class ClosurePass:
-    """The state of a pass over data that closures name, and the workers have or read."""
+    """The state of a pass over data that the workers have or read themselves."""
 
     def closures(self, first: int, count: int, length: int) -> Iterator[Closure]:
-        """The steps from batch `first` on, `length` per closure."""
+        """Yields `count` steps from batch `first` on, up to `length` per closure."""
         raise NotImplementedError
 
 
 @dataclass(frozen=True)
-class Indices(ClosurePass):
-    """A pass over arrays: the order of the examples, and what is known of each.
+class IndexedPass(ClosurePass):
+    """A pass over arrays, whose closures contain the indices of their examples.
 
     Attributes:
-        batch_size: examples in a full batch.
-        arrays: of the coordinator.
-        positions: what `ArrayFeed.start` gives of each example.
-        held: the arrays as the workers have them; `None` if each closure brings the examples of its steps.
+        batch_size: the number of examples in a full batch.
+        arrays: the coordinator's arrays.
+        positions: the arrays per example that `ArrayFeed.start` returns, of which the first are the indices.
+        worker_arrays: the workers' arrays; `None` if each closure contains the examples of its steps.
     """
 
     batch_size: int
     arrays: Any
     positions: Sequence[np.ndarray]
-    held: Any
+    worker_arrays: Any
 
     def closures(self, first: int, count: int, length: int) -> Iterator[Closure]:
         for begin in range(first, first + count, length):
             steps = min(length, first + count - begin)
             rows = slice(begin * self.batch_size, (begin + steps) * self.batch_size)
-            indices, *rest = (of_each[rows] for of_each in self.positions)
-            arrays = self.held
+            indices, *others = (positions[rows] for positions in self.positions)
+            arrays = self.worker_arrays
             if arrays is None:
                 with tf.device("CPU:0"):
                     arrays = keras_data.gather(self.arrays, tf.constant(indices))
                 indices = np.arange(len(indices), dtype=indices.dtype)
-            examples = tuple(tf.constant(of_each) for of_each in (indices, *rest))
+            examples = tuple(tf.constant(positions) for positions in (indices, *others))
             whole = len(indices) == STEPS_OF_A_CLOSURE * self.batch_size
             yield Closure(((arrays, examples), tf.constant(steps)), steps, whole, len(indices))
 
 
 class IndexedArrays(WrappedFeed):
-    """Arrays whose examples closures name by their indices.
+    """An `ArrayFeed` whose passes are `IndexedPass`es.
 
     Args:
-        feed: the coordinator's own.
-        held: see `Indices`.
+        feed: the coordinator's feed.
+        worker_arrays: see `IndexedPass`.
     """
 
-    def __init__(self, feed: ArrayFeed, held: Any):
+    def __init__(self, feed: ArrayFeed, worker_arrays: Any):
         super().__init__(feed)
         self.batches = feed.batches
-        self._held = held
+        self._worker_arrays = worker_arrays
 
-    def start(self, epoch: int, first_batch: int) -> Indices:
+    def start(self, epoch: int, first_batch: int) -> IndexedPass:
         arrays, positions = self._feed.start(epoch, first_batch)
-        return Indices(self.batch_size, arrays, tuple(of_each.numpy() for of_each in positions), self._held)
+        positions = tuple(tensor.numpy() for tensor in positions)
+        return IndexedPass(self.batch_size, arrays, positions, self._worker_arrays)
 
-    def resume(self, saved: bytes, epoch: int, first_batch: int) -> Indices:
+    def resume(self, saved: bytes, epoch: int, first_batch: int) -> IndexedPass:
         del saved
         return self.start(epoch, first_batch)
 
 
 class ReadByNumber:
-    """Marks `Batches` that a worker reads, by the numbers that a closure has."""
+    """Marks `Batches` that a worker reads by the batch numbers in a closure."""
 
 
 class SentBatches(FetchedBatches):
-    """A batch that the coordinator has sent, in a graph for any number of examples.
+    """A batch that the coordinator has sent, traced for any number of examples.
 
-    Keras weighs the losses of several outputs by the number of examples, where that is known when the graph is traced:
-    all batches of a pass must be weighed alike, and the last one may be smaller.
+    Keras weights the losses of several outputs by the number of examples if it is known when the graph is traced. All
+    batches of a pass must be weighted in the same way, and the last one may be smaller.
     """
 
     def fetch(self, state: Any, step: tf.Tensor) -> Any:
-        return tf.nest.map_structure(_of_any_length, super().fetch(state, step))
+        return tf.nest.map_structure(_with_unknown_length, super().fetch(state, step))
 
 
-def _of_any_length(tensor: Any) -> Any:
+def _with_unknown_length(tensor: Any) -> Any:
     if not isinstance(tensor, tf.Tensor) or not tensor.shape.rank:
         return tensor
     return tf.raw_ops.PlaceholderWithDefault(input=tensor, shape=[None, *tensor.shape[1:]])
 
 
-def of_workers(batches: Batches) -> Batches:
-    """What the workers' graph reads of a closure."""
+def worker_batches(batches: Batches) -> Batches:
+    """Returns the `Batches` with which a worker's graph reads the data of a closure."""
     return batches if isinstance(batches, ArrayBatches | ReadByNumber) else SentBatches()
 
 
 def closures(batches: Batches, state: Any, first: int, count: int, length: int) -> Iterator[Closure]:
-    """The closures of `count` steps from batch `first` of the pass on; fewer when the data end.
+    """Yields the closures of `count` steps, or of fewer if the data end.
 
     Args:
-        batches: as the feed has them.
-        state: of the pass.
+        batches: the feed's batches.
+        state: the state of the pass.
         first: the number of the first batch.
         count: the number of steps.
         length: the largest number of steps per closure.
     """
     if isinstance(state, ClosurePass):
         yield from state.closures(first, count, length)
-    else:
-        for batch in batches.take(state, first, count):
-            yield Closure((batch, tf.constant(1)), 1, examples=_examples(batch))
-
-
-def _examples(batch: Any) -> int | None:
-    (found,) = batch_parts.lengths_of_parts(tf.nest.flatten(batch), WHOLE)
-    return None if int(found) == batch_parts.UNEQUAL else int(found)
+        return
+    for batch in batches.take(state, first, count):
+        (examples,) = map(int, batch_parts.lengths_of_parts(tf.nest.flatten(batch), WHOLE))
+        known = None if examples == batch_parts.UNEQUAL else examples
+        yield Closure((batch, tf.constant(1)), 1, examples=known)

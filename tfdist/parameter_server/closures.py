@@ -1,17 +1,17 @@
 """The inner loop of workers that share variables, each at its own pace: processes with servers, or threads.
 
-    run(state, first, count)            on the coordinator
-        cut the steps into closures     a worker that is free takes the next one
-        on a worker: its steps          read the variables, and update them
-        sum the metrics                 a closure returns what its steps added to the metrics
+    run(state, first, count)               on the coordinator
+        divide the steps into closures     a free worker takes the next one
+        on a worker: its steps             read the variables, and update them
+        sum the metrics                    a closure returns what its steps added to the metrics
 
 The metrics of a closure that ran twice, because its first worker died or was silent, count once.
 
 The strategy has
 
-    workers       who run the closures, see `tfdist.parameter_server.workers`
+    workers       the workers that run the closures, see `tfdist.parameter_server.workers`
     locks         whether updates lock the variables
-    replica()     what a step does besides Keras' own, see `tfdist.parameter_server.closure_replica`
+    replica()     the replica that computes a step, see `tfdist.parameter_server.closure_replica`
 """
 
 from __future__ import annotations
@@ -33,27 +33,85 @@ from tfdist.data.input.division import WHOLE
 from tfdist.errors import DifferenceWarning, UsageError
 from tfdist.interface.program import AtNan, Logs, Outcome, Program, Steps
 from tfdist.internals import keras as keras_internals
-from tfdist.internals import keras_variables
+from tfdist.internals import keras_variables, tensorflow_coordinator
 from tfdist.internals.keras import tf_variable
 from tfdist.loop import metrics
 from tfdist.loop.inner_loop import StepProgram, joined
 from tfdist.optimizers import fused as fused_optimizers
 from tfdist.parameter_server import closure_data as data
-from tfdist.parameter_server import closure_variables as held_variables
 
-# More than one, so that a worker which is done early finds another closure.
+# More than one, so that a worker that finishes early finds another closure.
 CLOSURES_OF_A_WORKER = 3
-# A closure unrolls its steps if a step has fewer operations: 10 steps of 1000 operations take some 5 s to trace.
+# A closure unrolls its steps if a step has at most this many operations: 10 steps of 1000 take some 5 s to trace.
 OPERATIONS_OF_A_SMALL_STEP = 1000
+BYTES_OF_A_SMALL_STATE = 1 << 16
+
+
+class ClosureVariables:
+    """A closure's copies of the metrics' variables and of the model's small states.
+
+    The steps of the closure read and change these copies without communicating with a server.
+
+    Args:
+        model: the model that is trained or evaluated.
+        copies_metrics: whether the metrics start at the values of the model's metrics, and not at zero.
+    """
+
+    def __init__(self, model: Any, copies_metrics: bool):
+        self._metrics, self._states = model.metrics_variables, _small_states(model)
+        copied = [*(self._metrics if copies_metrics else ()), *self._states]
+        values = [tf.convert_to_tensor(tf_variable(variable)) for variable in copied]
+        zeros = [tf.zeros(v.shape, tf_variable(v).dtype) for v in (() if copies_metrics else self._metrics)]
+        self._initial = zeros + values
+        self._copies = [tensorflow_coordinator.variable_of_execution(value) for value in self._initial]
+
+    @contextlib.contextmanager
+    def in_place(self) -> Iterator[None]:
+        """Within this context, steps are traced with the copies in place of the model's variables."""
+        with keras_variables.backed_by([*self._metrics, *self._states], self._copies):
+            yield
+
+    def metrics_changed(self) -> set[int]:
+        """Returns the `id`s of the metrics' variables that the current graph changes."""
+        pairs = zip(self._metrics, self._copies, strict=False)
+        return {id(variable) for variable, copy in pairs if tensorflow_coordinator.is_changed(copy)}
+
+    def depends_on_metrics(self, structure: Any) -> bool:
+        """Whether a tensor of `structure` in the current graph is computed from the metrics' variables."""
+        copies = self._copies[: len(self._metrics)]
+        tensors = [tensor for tensor in tf.nest.flatten(structure) if tf.is_symbolic_tensor(tensor)]
+        return any(tensorflow_coordinator.is_computed_from(tensor, copies) for tensor in tensors)
+
+    def end(self) -> list[tf.Tensor]:
+        """Adds the changes of the states to the model's, which other workers may have changed in the meantime.
+
+        Returns:
+            What the steps added to each of the metrics' variables.
+        """
+        values = [copy.read_value() for copy in self._copies]
+        changes = [value - initial for value, initial in zip(values, self._initial, strict=True)]
+        for variable, change in zip(self._states, changes[len(self._metrics) :], strict=True):
+            tf_variable(variable).assign_add(change)
+        return changes[: len(self._metrics)]
+
+
+def _small_states(model: Any) -> list[Any]:
+    """Returns the model's seeds, moving averages and the like that a closure copies."""
+    return [
+        variable
+        for variable in model.non_trainable_variables
+        if (tf_variable(variable).dtype.is_floating or tf_variable(variable).dtype.is_integer)
+        and math.prod(variable.shape) * tf_variable(variable).dtype.size <= BYTES_OF_A_SMALL_STATE
+    ]
 
 
 class ClosureProgram(StepProgram):
     """Runs `model.train_step` or `model.test_step` on the workers.
 
     Args:
-        strategy: has what the module says.
-        steps: of a training or an evaluation.
-        measures_staleness: the logs have the staleness; one step after the other needs no measurement.
+        strategy: a strategy with the attributes that the module docstring lists.
+        steps: the steps of a training or an evaluation.
+        measures_staleness: whether the logs contain the staleness, which is 0 where steps run one after the other.
     """
 
     _strategy: Any
@@ -61,98 +119,96 @@ class ClosureProgram(StepProgram):
     meets_in_each_step = False
 
     def __init__(self, strategy: Any, steps: Steps, *, measures_staleness: bool = True):
-        keras_variables.look_up_rows()  # closures are traced when workers ask for them
+        keras_variables.look_up_rows()  # for all later tracing, since closures are traced when workers need them
         self._measures_staleness = measures_staleness
-        self._given = steps.batches
+        self._feed_batches = steps.batches
         self._trains = steps.kind == "train"
-        self._staleness = _Staleness()
-        self._metrics_updated: set[int] = set()  # the `id`s of the variables of metrics that steps have updated
-        self._said = False
-        self._operations = math.inf  # of a step, not known before it is traced
-        # One closure after the other is exact in all that metrics count, and in what a step makes of it.
-        self._one_by_one = not self._trains and (steps.own_logs is not None or not _all_additive(steps.model))
+        self._staleness = _StalenessStatistics()
+        self._metrics_updated: set[int] = set()  # the `id`s of the metrics' variables that steps have updated
+        self._warned = False
+        self._operations = math.inf  # the number of operations of a step, unknown before it is traced
+        # Evaluations in which a step's logs or metrics are not sums over closures run one closure after the other.
+        self._sequential = not self._trains and (steps.own_logs is not None or not _all_additive(steps.model))
         self._own_step = keras_internals.has_own_step(steps.model, steps.kind)
-        super().__init__(strategy, dataclasses.replace(steps, batches=data.of_workers(steps.batches)))
+        super().__init__(strategy, dataclasses.replace(steps, batches=data.worker_batches(steps.batches)))
         self._codec = _Codec(Result.spec(steps.model.metrics_variables, self._own_logs or {}))
 
     def begin_epoch(self) -> None:
-        self._staleness = _Staleness()
+        self._staleness = _StalenessStatistics()
 
     def run(self, state: Any, first: int, count: int) -> Outcome:
-        before = self._iterations()
+        iterations = self._iterations()
         done, ended = 0, False
-        own: Logs = {}
+        own_logs: Logs = {}
         added: list[Sequence[np.ndarray]] = []
         for results, ended in self._results_in_turn(state, first, count):
             added += [result.metrics for result in results]
-            if self._begins_metrics:
+            if self._copies_metrics:
                 self._add(added)
             done += self._steps_of(results)
             if results:
-                own = results[-1].own_logs
+                own_logs = results[-1].own_logs
             if self._trains:
-                self._staleness.note(results)
+                self._staleness.add(results)
             if ended or not all(result.finite for result in results):
                 break
         self._add(added)
-        self._note_repeated(self._iterations() - before - done)
+        self._warn_of_repeated(self._iterations() - iterations - done)
         staleness = self._staleness.logs() if self._measures_staleness else {}
-        return Outcome(done, ended, self._results(own) | staleness if done else {})
+        return Outcome(done, ended, self._results(own_logs) | staleness if done else {})
 
     @property
-    def _begins_metrics(self) -> bool:
-        """Whether a closure's metrics begin with the values of the model's, which a step of the users' own may read."""
-        return self._one_by_one or self._own_step
+    def _copies_metrics(self) -> bool:
+        """Whether a closure's metrics start at the model's values, which a custom step may read."""
+        return self._sequential or self._own_step
 
     def _own_metrics(self) -> contextlib.AbstractContextManager[None]:
-        return contextlib.nullcontext() if self._one_by_one else super()._own_metrics()
+        return contextlib.nullcontext() if self._sequential else super()._own_metrics()
 
     def _results(self, own_logs: Logs, after: tf.Tensor | None = None) -> Logs:
         if own_logs:
             return metrics.results_in(self._strategy, self._model, own_logs, self._metrics_updated)
         return super()._results(own_logs, after)
 
-    def _add(self, parts: list[Sequence[np.ndarray]]) -> None:
-        """Adds to the model's metrics what closures have, and forgets it."""
+    def _add(self, added: list[Sequence[np.ndarray]]) -> None:
+        """Adds the closures' contributions to the model's metrics, and clears the list."""
         with self._strategy.scope():
-            metrics.add(self._model.metrics_variables, parts)
-        parts.clear()
+            metrics.add(self._model.metrics_variables, added)
+        added.clear()
 
     def _results_in_turn(self, state: Any, first: int, count: int) -> Iterator[tuple[list[Result], bool]]:
-        """The results of closures that all have ended, and whether the data have too, until `count` steps are done."""
+        """Yields the results of each group of closures, and whether the data have ended, up to `count` steps."""
         done = 0
         for wanted in self._rounds(count):
-            work = list(data.closures(self._given, state, first + done, wanted, self._closure_length(wanted)))
+            work = list(data.closures(self._feed_batches, state, first + done, wanted, self._closure_length(wanted)))
             scheduled = list(map(self._schedule, work))
             results = [self._codec.unpack(vector) for vector in self._strategy.workers.results_of(scheduled)]
             done += self._steps_of(results)
             yield results, sum(closure.steps for closure in work) < wanted
 
     def _steps_of(self, results: Sequence[Result]) -> int:
-        """The number of steps of the training that closures with these results have done."""
+        """Returns the number of steps of the training that closures with these results have run."""
         return sum(int(result.steps) for result in results)
 
     def _rounds(self, count: int) -> list[int]:
-        """The numbers of steps that are given out together, before the next are."""
-        if not self._one_by_one:
+        """Returns the numbers of steps that are scheduled together, before the next ones are."""
+        if not self._sequential:
             return [count]
         return [min(data.STEPS_OF_A_CLOSURE, count - done) for done in range(0, count, data.STEPS_OF_A_CLOSURE)]
 
     def _closure_length(self, count: int) -> int:
-        if self._one_by_one:
+        if self._sequential:
             return count
         closures = CLOSURES_OF_A_WORKER * self._strategy.workers.count
         return max(1, min(data.STEPS_OF_A_CLOSURE, count // closures))
 
     def _schedule(self, closure: data.Closure) -> Any:
-        return self._strategy.workers.schedule(self._function_of(closure), self._arguments(closure))
+        unrolled = closure.whole and self._operations <= OPERATIONS_OF_A_SMALL_STEP
+        function = self._unrolled if unrolled else self._many_steps
+        return self._strategy.workers.schedule(function, self._arguments(closure))
 
     def _arguments(self, closure: data.Closure) -> tuple[Any, ...]:
         return closure.arguments
-
-    def _function_of(self, closure: data.Closure) -> Any:
-        unrolled = closure.whole and self._operations <= OPERATIONS_OF_A_SMALL_STEP
-        return self._unrolled if unrolled else self._many_steps
 
     def _make_functions(self) -> Any:
         def make(unrolled: bool) -> Any:
@@ -161,12 +217,12 @@ class ClosureProgram(StepProgram):
 
             return tf.function(closure, autograph=False, reduce_retracing=True)
 
-        # A `tf.while_loop` over several processes exchanges control messages: a third of a small step.
+        # A `tf.while_loop` over several processes exchanges control messages, which take a third of a small step.
         self._unrolled, looped = make(unrolled=True), make(unrolled=False)
         return looped, looped
 
     def _closure(self, state: Any, count: tf.Tensor, *, unrolled: bool) -> tf.Tensor:
-        """Up to `count` steps on a worker; returns a packed `Result`.
+        """Runs up to `count` steps on a worker; returns a packed `Result`.
 
         If `unrolled`, it runs all steps of a whole closure, even after a loss that is not finite.
         """
@@ -174,30 +230,30 @@ class ClosureProgram(StepProgram):
         def proceed(done: tf.Tensor, finite: tf.Tensor, *_: Any) -> tf.Tensor:
             return (done < count) & finite
 
-        def body(done: tf.Tensor, finite: tf.Tensor, total: Any, largest: Any, own: Any) -> Any:
-            del finite, own
-            staleness, logs = self._worker_step(state, self._batches.fetch(state, done), held)
-            own = logs if self._own_logs is not None else {}
+        def body(done: tf.Tensor, finite: tf.Tensor, total: Any, largest: Any, own_logs: Any) -> Any:
+            del finite, own_logs
+            staleness, logs = self._worker_step(state, self._batches.fetch(state, done), variables)
+            own_logs = logs if self._own_logs is not None else {}
             if not unrolled:
                 self._operations = len(done.graph.get_operations())
-            return done + 1, self._is_finite(), total + staleness, tf.maximum(largest, staleness), own
+            return done + 1, self._is_finite(), total + staleness, tf.maximum(largest, staleness), own_logs
 
-        held = held_variables.Held(self._model, self._begins_metrics)
+        variables = ClosureVariables(self._model, self._copies_metrics)
         start = [tf.constant(0), tf.constant(True), tf.constant(0), tf.constant(0), self._no_logs()]
-        with held.in_place():
+        with variables.in_place():
             if unrolled:
-                ended = functools.reduce(lambda before, _: body(*before), range(data.STEPS_OF_A_CLOSURE), start)
+                end = functools.reduce(lambda values, _: body(*values), range(data.STEPS_OF_A_CLOSURE), start)
             else:
-                ended = tf.while_loop(proceed, body, start)
-        done, finite, total, largest, own = ended
-        return self._codec.pack(Result(done, finite, total, largest, held.end(), own))
+                end = tf.while_loop(proceed, body, start)
+        done, finite, total, largest, own_logs = end
+        return self._codec.pack(Result(done, finite, total, largest, variables.end(), own_logs))
 
-    def _worker_step(self, state: Any, batch: Any, held: held_variables.Held) -> tuple[tf.Tensor, Logs]:
-        """One step of one worker: returns the step's staleness, and its logs."""
+    def _worker_step(self, state: Any, batch: Any, variables: ClosureVariables) -> tuple[tf.Tensor, Logs]:
+        """Computes one step of one worker; returns its staleness and its logs."""
 
         replica = self._strategy.replica()
 
-        def computed() -> Any:
+        def compute() -> Any:
             data, _ = self._batches.part(state, batch, 0, WHOLE)
             with (
                 keras_variables.drawing_from(self._strategy.unseeded()),
@@ -205,25 +261,27 @@ class ClosureProgram(StepProgram):
                 replica.measuring_staleness(self._model.optimizer if self._trains else None) as staleness,
             ):
                 logs = self._step_function()(data)
-                self._metrics_updated |= held.metrics_changed()
-                self._require_under_own_names(logs, held)
+                self._metrics_updated |= variables.metrics_changed()
+                self._warn_of_unmerged(logs, variables)
                 return staleness(), tf.nest.map_structure(_as_float, logs)
 
         update = fused_optimizers.fused(self._model.optimizer, self._strategy.fused, locking=self._strategy.locks)
         with update, self._own_metrics(), self._recomputation.traced():
-            staleness, logs = self._strategy.run(computed)
+            staleness, logs = self._strategy.run(compute)
         return staleness, logs
 
-    def _require_under_own_names(self, logs: Logs, held: held_variables.Held) -> None:
-        """Warns of logs that are computed of metrics, and are not the results of metrics: they are not merged."""
-        own = metrics.names(self._model)
-        of_metrics = [name for name, value in logs.items() if name not in own and held.is_metric(value)]
-        if of_metrics and not self._said and not self._one_by_one:
-            self._said = True
+    def _warn_of_unmerged(self, logs: Logs, variables: ClosureVariables) -> None:
+        """Warns of logs that are computed from metrics but are not metrics' results: they are not merged."""
+        if self._warned or self._sequential:
+            return
+        merged = metrics.names(self._model)
+        unmerged = [name for name, value in logs.items() if name not in merged and variables.depends_on_metrics(value)]
+        if unmerged:
+            self._warned = True
             warnings.warn(
-                f"`{self._step_name}` of the model `{self._model.name}` returns `{of_metrics[0]}`, computed from what "
-                f"its metrics have counted, and workers of `{self._strategy.name}` count apart: it is that of the last "
-                "of them\n\n"
+                f"`{self._step_name}` of the model `{self._model.name}` returns `{unmerged[0]}`, computed from what "
+                f"its metrics have counted, and workers of `{self._strategy.name}` count separately: the value is that "
+                "of the last worker\n\n"
                 "hint: return the result of a metric under the name of the metric",
                 DifferenceWarning,
                 stacklevel=2,
@@ -237,10 +295,10 @@ class ClosureProgram(StepProgram):
     def _iterations(self) -> int:
         return int(keras_internals.iterations(self._model.optimizer).numpy()) if self._trains else 0
 
-    def _note_repeated(self, steps: int) -> None:
-        # `steps` is negative where loss scaling skipped updates, for gradients that were not finite.
+    def _warn_of_repeated(self, steps: int) -> None:
+        # `steps` is negative if loss scaling skipped updates because of gradients that were not finite.
         if self._trains and steps > 0:
-            warnings.warn(f"{steps} steps ran twice, since a worker was gone or silent", stacklevel=2)
+            warnings.warn(f"{steps} steps ran twice, because a worker was lost or silent", stacklevel=2)
 
 
 class ClosurePredictProgram(Program):
@@ -249,13 +307,13 @@ class ClosurePredictProgram(Program):
     def __init__(self, strategy: Any, steps: Steps):
         self._strategy = strategy
         self._model = steps.model
-        self._given, self._batches = steps.batches, data.of_workers(steps.batches)
+        self._feed_batches, self._batches = steps.batches, data.worker_batches(steps.batches)
         keras_variables.look_up_rows()
         self._function = tf.function(self._predict, autograph=False, reduce_retracing=True)
 
     def run(self, state: Any, first: int, count: int) -> Outcome:
         """Predicts up to `count` batches; the logs are `{"outputs": ...}`, in the order of the examples."""
-        work = list(data.closures(self._given, state, first, count, 1))
+        work = list(data.closures(self._feed_batches, state, first, count, 1))
         scheduled = [self._strategy.workers.schedule(self._function, closure.arguments) for closure in work]
         results = self._strategy.workers.results_of(scheduled)
         outputs = [keras_internals.tree.map_structure(_as_tensor, output) for output in results]
@@ -264,11 +322,11 @@ class ClosurePredictProgram(Program):
     def _predict(self, state: Any, count: tf.Tensor) -> Any:
         del count
 
-        def computed() -> Any:
+        def compute() -> Any:
             data, _ = self._batches.part(state, self._batches.fetch(state, tf.constant(0)), 0, WHOLE)
             return self._model.predict_step(data)
 
-        return self._strategy.run(computed)
+        return self._strategy.run(compute)
 
 
 class Result(NamedTuple):
@@ -279,8 +337,8 @@ class Result(NamedTuple):
         finite: whether the loss is finite.
         staleness_total: the sum of the staleness of its steps.
         staleness_max: the largest staleness of a step.
-        metrics: what its steps added to each variable of the metrics.
-        own_logs: the logs of the last step, where they are not the results of the metrics.
+        metrics: what its steps added to each of the metrics' variables.
+        own_logs: the logs of the last step if they are not the results of the metrics, else empty.
     """
 
     steps: Any
@@ -292,31 +350,31 @@ class Result(NamedTuple):
 
     @classmethod
     def spec(cls, metrics_variables: Sequence[Any], own_logs: Any) -> Result:
-        """The shapes and dtypes of a result."""
+        """Returns the specs of a result."""
         count = tf.TensorSpec([], tf.int32)
         added = [tf.TensorSpec(variable.shape, tf_variable(variable).dtype) for variable in metrics_variables]
         return cls(count, tf.TensorSpec([], tf.bool), count, count, added, own_logs)
 
 
 class _Codec:
-    """Packs a structure of tensors into one vector and back: a vector travels faster than several tensors.
+    """Packs a structure of tensors into one vector and back: one vector travels faster than several tensors.
 
-    The vector is float64, which holds integers up to 2^53 exactly.
+    The vector is float64, which represents integers up to 2^53 exactly.
 
     Args:
-        spec: a structure of `tf.TensorSpec`s of known shapes.
+        spec: a structure of `tf.TensorSpec`s with known shapes.
     """
 
     def __init__(self, spec: Any):
         self._spec = spec
 
     def pack(self, structure: Any) -> tf.Tensor:
-        """The vector, inside a graph."""
-        numbers = tf.nest.flatten(structure)
-        return tf.concat([tf.reshape(tf.cast(number, tf.float64), [-1]) for number in numbers], 0)
+        """Returns the vector, inside a graph."""
+        tensors = tf.nest.flatten(structure)
+        return tf.concat([tf.reshape(tf.cast(tensor, tf.float64), [-1]) for tensor in tensors], 0)
 
     def unpack(self, vector: np.ndarray) -> Any:
-        """The structure, of NumPy arrays."""
+        """Returns the structure with NumPy arrays."""
         specs = tf.nest.flatten(self._spec)
         pieces = np.split(vector, np.cumsum([spec.shape.num_elements() for spec in specs])[:-1])
         arrays = [
@@ -326,13 +384,13 @@ class _Codec:
         return tf.nest.pack_sequence_as(self._spec, arrays)
 
 
-class _Staleness:
-    """The staleness of an epoch's steps: the updates by others between a step's reads and its own update."""
+class _StalenessStatistics:
+    """The mean and the maximum of the staleness of an epoch's steps."""
 
     def __init__(self) -> None:
         self._steps = self._total = self._max = 0
 
-    def note(self, results: Sequence[Result]) -> None:
+    def add(self, results: Sequence[Result]) -> None:
         for result in results:
             self._steps += int(result.steps)
             self._total += int(result.staleness_total)
@@ -348,7 +406,7 @@ _generators: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
 
 
 def unseeded_of(strategy: Any) -> Any:
-    """The seed generator for draws of Keras without a seed on the workers of `strategy`."""
+    """Returns the seed generator for Keras' unseeded draws on the workers of `strategy`."""
     if strategy not in _generators:
         with tf.init_scope(), strategy.scope():
             _generators[strategy] = keras.random.SeedGenerator(strategy.seed)
@@ -356,18 +414,18 @@ def unseeded_of(strategy: Any) -> Any:
 
 
 def refuse_accumulation(model: Any, what: str) -> None:
-    """Raises `UsageError` for an optimizer that accumulates gradients, of workers whose steps overlap."""
+    """Raises `UsageError` if an optimizer accumulates gradients; `what` names the setting by which steps overlap."""
     for optimizer in keras_internals.optimizers(model):
         if getattr(optimizer, "inner_optimizer", optimizer).gradient_accumulation_steps:
             raise UsageError(
-                f"The optimizer accumulates gradients, and with {what} the steps of an update would be those of "
-                "several workers",
-                "leave `gradient_accumulation_steps` out, and take larger batches",
+                f"The optimizer accumulates gradients, and with {what} one update would combine steps of several "
+                "workers",
+                "remove `gradient_accumulation_steps`, and use larger batches",
             )
 
 
 def _all_additive(model: Any) -> bool:
-    """Whether what the metrics of `model` count in each closure can be added up."""
+    """Whether the metrics of `model` can be summed over closures."""
     return all(map(keras_internals.is_additive, keras_internals.metrics_of(model)))
 
 

@@ -1,14 +1,14 @@
-"""Workers that train on copies of the weights, and exchange with those on the servers as a rule has it.
+"""Workers that train on copies of the weights, and exchange updates with the weights on the servers (the centre).
 
     a closure on a worker
-        start at the centre            if this worker has no copies of this training
+        start at the centre             if this worker has no copies from this training
         until its steps are done
             the exchanges that are due, see `tfdist.relaxed.centre_rules`
-            steps until the next one   on the copies alone: nothing travels
+            steps until the next one    on the copies alone, without communication
 
-The copies are variables of the worker's own process, found by name: they outlast the closure, and are gone with the
-process, so that a worker that comes back starts at the centre. An optimizer's slots have copies too, which stay apart.
-Its learning rate and its count of steps are read as a closure begins.
+The copies are variables of the worker's process, found by name: they outlast the closure but not the process, so that a
+restarted worker starts at the centre. The optimizer's slots have copies too, which are never exchanged. Its learning
+rate and its count of steps are read at the start of a closure.
 """
 
 from __future__ import annotations
@@ -30,20 +30,19 @@ from tfdist.internals import keras as keras_internals
 from tfdist.internals import keras_variables, tensorflow_coordinator
 from tfdist.internals.keras import tf_variable
 from tfdist.parameter_server import closure_data as data
-from tfdist.parameter_server import closure_replica as replicas
-from tfdist.parameter_server import closure_variables as held_variables
-from tfdist.parameter_server import closures as loop
+from tfdist.parameter_server import closures
+from tfdist.parameter_server.closure_replica import ClosureReplica
 from tfdist.relaxed import averages
 from tfdist.relaxed.centre_rules import Exchange, Memory, Rule
 from tfdist.relaxed.strategy import refuse_use_ema
 
-# What a worker says that refuses an exchange.
+# The message of a worker that refuses an exchange.
 NOT_FINITE = "tfdist: the weights of a worker are not finite after steps"
-_trainings = itertools.count(1)
+_training_ids = itertools.count(1)
 
 
-class CopiesReplica(replicas.ClosureReplica):
-    """A worker's step on its own copies of the variables, which it updates as one device does."""
+class CopiesReplica(ClosureReplica):
+    """Computes a worker's step on its copies of the variables, and updates them as one device does."""
 
     @contextlib.contextmanager
     def updating(self, model: Any) -> Iterator[None]:
@@ -56,164 +55,163 @@ class CopiesReplica(replicas.ClosureReplica):
         yield lambda: tf.constant(0)
 
 
-class CopiesProgram(loop.ClosureProgram):
-    """Runs `model.train_step` on copies of the weights that each worker has.
+class CopiesProgram(closures.ClosureProgram):
+    """Runs `model.train_step` on each worker's copies of the weights.
 
     Args:
-        strategy: whose workers run the steps.
-        steps: of the training.
-        rule: what a worker does with its copies and the centre.
+        strategy: the strategy whose workers run the steps.
+        steps: the steps of the training.
+        rule: the exchanges between a worker's copies and the centre.
     """
 
     def __init__(self, strategy: Any, steps: Steps, rule: Rule):
         self._rule = rule
-        self._training = next(_trainings)  # copies of other trainings are not used
-        self._left_at: np.ndarray | None = None
+        self._training = next(_training_ids)  # copies from other trainings are not used
+        self._fingerprint_at_end: np.ndarray | None = None
         super().__init__(strategy, steps, measures_staleness=False)
         self._fingerprint = tf.function(lambda: _fingerprint(averages.trained_weights(steps.model)), autograph=False)
-        self._leave = tf.function(self._leave_nothing, autograph=False)
+        self._push_rest = tf.function(self._push_rest_of_worker, autograph=False)
 
     def begin_epoch(self) -> None:
         super().begin_epoch()
-        # Whoever has set the weights since, as a checkpoint that was restored, wants workers to start from these.
-        if self._left_at is not None and not np.array_equal(self._left_at, self._fingerprint().numpy()):
-            self._training = next(_trainings)
+        # If the weights were set since the last epoch, for example from a checkpoint, workers must start from these.
+        if self._fingerprint_at_end is not None and not np.array_equal(
+            self._fingerprint_at_end, self._fingerprint().numpy()
+        ):
+            self._training = next(_training_ids)
 
     def end_epoch(self) -> Logs:
         logs = super().end_epoch()
         if self._rule.pushes_at_end:
-            self._have_all_leave()
-        self._left_at = self._fingerprint().numpy()
+            answers = self._strategy.workers.answers(self._push_rest, tf.constant(self._training, tf.int64))
+            if answers is None:
+                warnings.warn(
+                    "A worker was lost at the end of the epoch, with the steps that it had not pushed", stacklevel=2
+                )
+            elif not all(answers):
+                raise _not_finite_error("")
+        self._fingerprint_at_end = self._fingerprint().numpy()
         return logs
-
-    def _have_all_leave(self) -> None:
-        found = self._strategy.workers.answers(self._leave, tf.constant(self._training, tf.int64))
-        if found is None:
-            warnings.warn(
-                "A worker was gone at the end of the epoch, with the steps that it had not pushed", stacklevel=2
-            )
-        elif not all(found):
-            raise _not_finite("")
 
     def _arguments(self, closure: data.Closure) -> tuple[Any, ...]:
         return (*closure.arguments, tf.constant(self._training, tf.int64))
 
     def _make_functions(self) -> Any:
-        looped = tf.function(self._on_copies, autograph=False, reduce_retracing=True)
-        self._unrolled = looped
-        return looped, looped
+        self._unrolled = tf.function(self._closure_on_copies, autograph=False, reduce_retracing=True)
+        return self._unrolled, self._unrolled
 
-    def _on_copies(self, state: Any, count: tf.Tensor, training: tf.Tensor) -> tf.Tensor:
-        """Up to `count` steps on a worker; returns a packed `Result`."""
+    def _closure_on_copies(self, state: Any, count: tf.Tensor, training: tf.Tensor) -> tf.Tensor:
+        """Runs up to `count` steps on a worker; returns a packed `Result`."""
         copies = Copies(self._model, self._rule)
         copies.begin(training)
 
         def proceed(done: tf.Tensor, finite: tf.Tensor, *_: Any) -> tf.Tensor:
             return (done < count) & finite
 
-        def step(done: tf.Tensor, finite: tf.Tensor, own: Any) -> Any:
-            del finite, own
-            _, logs = self._worker_step(state, self._batches.fetch(state, done), held)
-            copies.stepped()
+        def step(done: tf.Tensor, finite: tf.Tensor, own_logs: Any) -> Any:
+            del finite, own_logs
+            _, logs = self._worker_step(state, self._batches.fetch(state, done), variables)
+            copies.after_step()
             return done + 1, self._is_finite(), logs if self._own_logs is not None else {}
 
-        def until_next(done: tf.Tensor, finite: tf.Tensor, own: Any) -> Any:
+        def until_next_exchange(done: tf.Tensor, finite: tf.Tensor, own_logs: Any) -> Any:
             end = tf.minimum(count, done + copies.exchange())
 
             def before_end(done: tf.Tensor, finite: tf.Tensor, *_: Any) -> tf.Tensor:
                 return (done < end) & finite
 
-            return tf.while_loop(before_end, step, (done, finite, own), parallel_iterations=1)
+            return tf.while_loop(before_end, step, (done, finite, own_logs), parallel_iterations=1)
 
-        held = held_variables.Held(self._model, self._begins_metrics)
-        with copies.in_place(), held.in_place():
+        variables = closures.ClosureVariables(self._model, self._copies_metrics)
+        with copies.in_place(), variables.in_place():
             start = (tf.constant(0), tf.constant(True), self._no_logs())
-            done, finite, own = tf.while_loop(proceed, until_next, start, parallel_iterations=1)
+            done, finite, own_logs = tf.while_loop(proceed, until_next_exchange, start, parallel_iterations=1)
         copies.end()
         zero = tf.constant(0)
-        return self._codec.pack(loop.Result(done, finite, zero, zero, held.end(), own))
+        return self._codec.pack(closures.Result(done, finite, zero, zero, variables.end(), own_logs))
 
-    def _leave_nothing(self, training: tf.Tensor) -> tf.Tensor:
-        """On a worker: gives to the centre what is not there yet; whether that are numbers."""
+    def _push_rest_of_worker(self, training: tf.Tensor) -> tf.Tensor:
+        """Pushes, on a worker, the changes that the centre lacks; returns whether the worker's weights are finite."""
         copies = Copies(self._model, self._rule)
-        ours = copies.are_of(training)
-        sound = tf.cond(ours, copies.are_finite, lambda: tf.constant(True))
+        current = copies.belong_to(training)
+        finite = tf.cond(current, copies.are_finite, lambda: tf.constant(True))
 
-        def leave() -> tf.Tensor:
-            copies.leave()
+        def push() -> tf.Tensor:
+            copies.push_rest()
             return tf.constant(True)
 
-        tf.cond(ours & sound, leave, lambda: tf.constant(False))
-        return sound
+        tf.cond(current & finite, push, lambda: tf.constant(False))
+        return finite
 
 
 class Copies:
-    """The copies of the worker that runs the graph in which this is made.
+    """The copies of the worker that runs the graph in which this is created.
 
     Args:
-        model: whose variables are on the servers.
-        rule: what is done with the copies.
+        model: a model whose variables are on the servers.
+        rule: the exchanges between the copies and the centre.
     """
 
     def __init__(self, model: Any, rule: Rule):
         self._rule = rule
         optimizers = keras_internals.optimizers(model)
-        self._read = [variable for one in optimizers for variable in _read_by_closures(one)]
-        read = set(map(id, self._read))
-        self._slots = [variable for one in optimizers for variable in one.variables if id(variable) not in read]
+        # Read at the start of each closure.
+        self._shared = [variable for optimizer in optimizers for variable in _shared_variables(optimizer)]
+        shared = set(map(id, self._shared))
+        self._slots = [variable for each in optimizers for variable in each.variables if id(variable) not in shared]
         self._weights = averages.trained_weights(model)
-        self._own = [_copy(f"weight_{number}", one) for number, one in enumerate(self._weights)]
-        self._own_slots = [_copy(f"slot_{number}", one) for number, one in enumerate(self._slots)]
-        self._own_read = [_copy(f"read_{number}", one) for number, one in enumerate(self._read)]
-        self._memory = [
-            tuple(_copy(f"memory_{number}_{index}", one) for index in range(len(rule.begin(0.0)[1])))
-            for number, one in enumerate(self._weights)
+        self._weight_copies = [_copy(f"weight_{number}", weight) for number, weight in enumerate(self._weights)]
+        self._slot_copies = [_copy(f"slot_{number}", slot) for number, slot in enumerate(self._slots)]
+        self._shared_copies = [_copy(f"read_{number}", variable) for number, variable in enumerate(self._shared)]
+        memory_size = len(rule.begin(0.0)[1])
+        self._memories = [
+            tuple(_copy(f"memory_{number}_{index}", weight) for index in range(memory_size))
+            for number, weight in enumerate(self._weights)
         ]
         self._training = tensorflow_coordinator.variable_of_process("tfdist.training", [], tf.int64)
         self._t = tensorflow_coordinator.variable_of_process("tfdist.t", [], tf.int64)
 
     def begin(self, training: tf.Tensor) -> None:
-        """Called first: a worker without copies of this training starts at the centre."""
-        tf.cond(self.are_of(training), lambda: tf.constant(False), lambda: self._start(training))
-        self._begun = [tf.convert_to_tensor(tf_variable(variable)) for variable in self._read]
-        for own, value in zip(self._own_read, self._begun, strict=True):
-            own.assign(value)
+        """Begins a closure; a worker without copies from this training starts at the centre."""
+        tf.cond(self.belong_to(training), lambda: tf.constant(False), lambda: self._start(training))
+        self._initial = [tf.convert_to_tensor(tf_variable(variable)) for variable in self._shared]
+        for copy, value in zip(self._shared_copies, self._initial, strict=True):
+            copy.assign(value)
 
-    def are_of(self, training: tf.Tensor) -> tf.Tensor:
-        """Whether this worker has copies of `training`."""
-        handle = self._training.handle
-        known = tf.raw_ops.VarIsInitializedOp(resource=handle)
-        found = tf.cond(known, lambda: tf.convert_to_tensor(self._training), lambda: tf.constant(0, tf.int64))
-        return tf.equal(found, training)
+    def belong_to(self, training: tf.Tensor) -> tf.Tensor:
+        """Whether this worker has copies from `training`."""
+        initialized = tf.raw_ops.VarIsInitializedOp(resource=self._training.handle)
+        current = tf.cond(initialized, lambda: tf.convert_to_tensor(self._training), lambda: tf.constant(0, tf.int64))
+        return tf.equal(current, training)
 
     def are_finite(self) -> tf.Tensor:
         """Whether all weights are finite numbers."""
-        return averages.all_finite(self._own)
+        return averages.all_finite(self._weight_copies)
 
     def _start(self, training: tf.Tensor) -> tf.Tensor:
-        for variable, own, memory in zip(self._weights, self._own, self._memory, strict=True):
-            value, begun = self._rule.begin(tf.convert_to_tensor(tf_variable(variable)))
-            own.assign(value)
-            _assign(memory, begun)
-        for variable, own in zip(self._slots, self._own_slots, strict=True):
-            own.assign(tf.convert_to_tensor(tf_variable(variable)))
+        for variable, copy, memory in zip(self._weights, self._weight_copies, self._memories, strict=True):
+            value, initial_memory = self._rule.begin(tf.convert_to_tensor(tf_variable(variable)))
+            copy.assign(value)
+            _assign(memory, initial_memory)
+        for variable, copy in zip(self._slots, self._slot_copies, strict=True):
+            copy.assign(tf.convert_to_tensor(tf_variable(variable)))
         self._t.assign(0)
         self._training.assign(training)
         return tf.constant(True)
 
     @contextlib.contextmanager
     def in_place(self) -> Iterator[None]:
-        """In this context, what is traced computes with the copies, and updates them."""
-        variables = [*self._weights, *self._slots, *self._read]
+        """Within this context, steps are traced with the copies in place of the model's variables."""
+        variables = [*self._weights, *self._slots, *self._shared]
         self._centre = list(map(tf_variable, self._weights))
-        with keras_variables.backed_by(variables, [*self._own, *self._own_slots, *self._own_read]):
+        with keras_variables.backed_by(variables, [*self._weight_copies, *self._slot_copies, *self._shared_copies]):
             yield
 
     def exchange(self) -> tf.Tensor:
-        """Makes the exchanges that are due, and returns the number of steps, int32, until the next may be."""
+        """Makes the exchanges that are due; returns the number of steps (int32) until the next one may be due."""
         t = tf.convert_to_tensor(self._t)
         if self._rule.settles_after is not None:
-            self._become(self._rule.settle)
+            self._transform(self._rule.settle)
         for exchange in self._rule.exchanges:
             due = tf.equal(t % exchange.every, 0)
             tf.cond(due, functools.partial(self._make, exchange), lambda: tf.constant(False))
@@ -222,79 +220,79 @@ class Copies:
     def _make(self, exchange: Exchange) -> tf.Tensor:
         refused = tf.debugging.Assert(self.are_finite(), [NOT_FINITE, tf.convert_to_tensor(self._t)])
         with tf.control_dependencies([refused]):
-            for own, memory, centre in zip(self._own, self._memory, self._centre, strict=True):
-                at = tf.convert_to_tensor(centre) if exchange.reads else None
-                new, kept, change = exchange.make(tf.convert_to_tensor(own), _values(memory), at)
+            for copy, memory, centre in zip(self._weight_copies, self._memories, self._centre, strict=True):
+                centre_value = tf.convert_to_tensor(centre) if exchange.reads else None
+                value, new_memory, change = exchange.make(tf.convert_to_tensor(copy), _values(memory), centre_value)
                 if change is not None:
                     centre.assign_add(change)
-                own.assign(new)
-                _assign(memory, kept)
+                copy.assign(value)
+                _assign(memory, new_memory)
             return tf.constant(True)
 
-    def stepped(self) -> None:
-        """A step has ended."""
+    def after_step(self) -> None:
+        """Counts a step, and applies the rule's change to the new weights."""
         self._t.assign_add(1)
         if self._rule.follows_steps:
-            self._become(self._rule.stepped)
+            self._transform(self._rule.stepped)
 
-    def _become(self, new: Callable[[Any, Memory], tuple[Any, Memory]]) -> None:
-        for own, memory in zip(self._own, self._memory, strict=True):
-            value, kept = new(tf.convert_to_tensor(own), _values(memory))
-            own.assign(value)
-            _assign(memory, kept)
+    def _transform(self, transform: Callable[[Any, Memory], tuple[Any, Memory]]) -> None:
+        for copy, memory in zip(self._weight_copies, self._memories, strict=True):
+            value, new_memory = transform(tf.convert_to_tensor(copy), _values(memory))
+            copy.assign(value)
+            _assign(memory, new_memory)
 
     def end(self) -> None:
-        """Called last: the servers count the steps."""
-        for variable, own, before in zip(self._read, self._own_read, self._begun, strict=True):
-            if own.dtype.is_integer:
-                tf_variable(variable).assign_add(tf.convert_to_tensor(own) - before)
+        """Ends a closure: adds its steps to the servers' count."""
+        for variable, copy, initial in zip(self._shared, self._shared_copies, self._initial, strict=True):
+            if copy.dtype.is_integer:
+                tf_variable(variable).assign_add(tf.convert_to_tensor(copy) - initial)
 
-    def leave(self) -> None:
-        """Gives to the centre what the worker has not given yet."""
-        for variable, own, memory in zip(self._weights, self._own, self._memory, strict=True):
-            kept, change = self._rule.final_push(tf.convert_to_tensor(own), _values(memory))
+    def push_rest(self) -> None:
+        """Adds to the centre the changes that the worker has not pushed yet."""
+        for variable, copy, memory in zip(self._weights, self._weight_copies, self._memories, strict=True):
+            new_memory, change = self._rule.final_push(tf.convert_to_tensor(copy), _values(memory))
             tf_variable(variable).assign_add(change)
-            _assign(memory, kept)
+            _assign(memory, new_memory)
 
 
-def require_plain(model: Any, mode: str) -> None:
+def refuse_shared_state(model: Any, mode: str) -> None:
     """Raises `UsageError` for an optimizer whose state the workers would have to share."""
     refuse_use_ema(model, f"`mode={mode}`", "use another mode")
-    loop.refuse_accumulation(model, f"`mode={mode}`")
+    closures.refuse_accumulation(model, f"`mode={mode}`")
     for optimizer in keras_internals.optimizers(model):
         if hasattr(optimizer, "inner_optimizer"):
             raise UsageError(
-                f"The optimizer scales the loss, and with `mode={mode}` each worker would have another scale",
+                f"The optimizer scales the loss, and with `mode={mode}` each worker would have a different scale",
                 "compile with `auto_scale_loss=False`, or use `mode=asp`",
             )
 
 
 def require_finite(error: tf.errors.OpError) -> None:
-    """Raises `NonFiniteLossError` if a worker has refused an exchange with this error."""
+    """Raises `NonFiniteLossError` if `error` says that a worker has refused an exchange."""
     if NOT_FINITE in error.message:
         steps = re.search(re.escape(NOT_FINITE) + r"\D*(\d+)", error.message)
-        raise _not_finite(f" after {steps[1]} of its steps" if steps else "") from error
+        raise _not_finite_error(f" after {steps[1]} of its steps" if steps else "") from error
 
 
-def _not_finite(when: str) -> NonFiniteLossError:
+def _not_finite_error(when: str) -> NonFiniteLossError:
     return NonFiniteLossError(
-        f"The weights of a worker are not finite{when}, and were not given to the others",
+        f"The weights of a worker are not finite{when}, and were not sent to the servers",
         "lower the learning rate, or clip gradients; `keras.callbacks.TerminateOnNaN` ends a training at such a loss",
     )
 
 
-def _read_by_closures(optimizer: Any) -> list[Any]:
-    """The variables of an optimizer that are the same for all workers: its count of steps, and its learning rate."""
+def _shared_variables(optimizer: Any) -> list[Any]:
+    """Returns the optimizer's variables that are the same for all workers: its count of steps and learning rate."""
     rate = keras_internals.learning_rate(optimizer)
-    return [one for one in optimizer.variables if one is rate or "int" in one.dtype]
+    return [variable for variable in optimizer.variables if variable is rate or "int" in variable.dtype]
 
 
-def _copy(name: str, like: Any) -> Any:
-    """The copy of a Keras variable, by a name that other trainings use again where dtype and shape are the same."""
-    variable = tf_variable(like)
+def _copy(name: str, original: Any) -> Any:
+    """Returns the copy of a Keras variable; other trainings reuse the name if dtype and shape are the same."""
+    variable = tf_variable(original)
     shape = variable.shape.as_list()
-    full = ".".join(["tfdist", name, variable.dtype.name, *map(str, shape)])
-    return tensorflow_coordinator.variable_of_process(full, shape, variable.dtype, stands_for=variable)
+    full_name = ".".join(["tfdist", name, variable.dtype.name, *map(str, shape)])
+    return tensorflow_coordinator.variable_of_process(full_name, shape, variable.dtype, stands_for=variable)
 
 
 def _values(memory: Sequence[Any]) -> Memory:
@@ -307,8 +305,8 @@ def _assign(memory: Sequence[Any], values: Memory) -> None:
 
 
 def _fingerprint(weights: Sequence[Any]) -> tf.Tensor:
-    """Sums of the bits of all weights, by which changes are noticed, int64 `[number of weights]`."""
-    sizes = {2: tf.int16, 4: tf.int32, 8: tf.int64}
-    values = [tf.convert_to_tensor(tf_variable(one)) for one in weights]
-    bits = [tf.cast(tf.bitcast(one, sizes[one.dtype.size]), tf.int64) for one in values]
-    return tf.stack([tf.reduce_sum(tf.reshape(one, [-1]) * tf.range(1, tf.size(one, tf.int64) + 1)) for one in bits])
+    """Returns int64 `[number of weights]`, sums of the weights' bits by which changes are noticed."""
+    int_types = {2: tf.int16, 4: tf.int32, 8: tf.int64}
+    values = [tf.convert_to_tensor(tf_variable(weight)) for weight in weights]
+    bits = [tf.reshape(tf.cast(tf.bitcast(value, int_types[value.dtype.size]), tf.int64), [-1]) for value in values]
+    return tf.stack([tf.reduce_sum(vector * tf.range(1, tf.size(vector, tf.int64) + 1)) for vector in bits])

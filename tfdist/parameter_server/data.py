@@ -1,10 +1,10 @@
-"""How examples come to the workers of a `parameter_server` job.
+"""How the workers of a `parameter_server` job get their examples.
 
-    arrays of a dataset that each worker can load     each worker loads them; a closure has the indices of its examples
+    arrays of a dataset that each worker can load     each worker loads them; a closure contains indices
     other arrays, up to `device_data_bytes`           the chief sends them to each worker once; then the same
-    larger arrays                                     a closure has the examples of its steps
-    files of a dataset that each worker can load      a closure has numbers: epoch, first batch, end; the worker reads
-    anything else                                     the chief reads, and sends each batch, one per closure
+    larger arrays                                     a closure contains the examples of its steps
+    files of a dataset that each worker can load      a closure contains batch numbers; the worker reads the batches
+    anything else                                     the chief reads the data, and sends one batch per closure
 
 See `tfdist.parameter_server.closure_data`.
 """
@@ -33,113 +33,116 @@ from tfdist.parameter_server import reader
 from tfdist.parameter_server.closure_data import STEPS_OF_A_CLOSURE, Closure, ClosurePass, IndexedArrays, ReadByNumber
 from tfdist.parameter_server.workers import Processes
 
-# Arrays that are sent whole, if the user states no bound; TensorFlow sends no message above 2 GiB.
+# The default limit for arrays that are sent whole; TensorFlow sends no message above 2 GiB.
 SENT_BYTES = 1 << 30
 
 
 class Data:
-    """The data of one job: decides who reads which.
+    """Decides for each feed of a job whether the workers or the chief read the data.
 
     Args:
-        workers: who read the data, or are sent them.
+        workers: the workers of the job.
         job: the processes of the job.
-        sent_bytes: larger arrays are not sent whole; `None` is `SENT_BYTES`.
+        sent_bytes: larger arrays are not sent whole; `None` means `SENT_BYTES`.
     """
 
     def __init__(self, workers: Processes, job: World, sent_bytes: int | None):
         self._workers, self._sent_bytes = workers, SENT_BYTES if sent_bytes is None else sent_bytes
         self._job = job
-        tf.get_logger().addFilter(reader.not_told)
-        self._held: weakref.WeakKeyDictionary[Feed, Any] = weakref.WeakKeyDictionary()
-        self._compared: weakref.WeakKeyDictionary[Feed, str | None] = weakref.WeakKeyDictionary()
+        tf.get_logger().addFilter(reader.is_not_from_worker)
+        self._worker_arrays: weakref.WeakKeyDictionary[Feed, Any] = weakref.WeakKeyDictionary()
+        self._descriptions: weakref.WeakKeyDictionary[Feed, str | None] = weakref.WeakKeyDictionary()
 
     def placed(self, feed: Feed) -> Feed:
-        """`feed` as the workers read it."""
+        """Returns `feed` as the workers read it."""
         if isinstance(feed, ArrayFeed):
-            return ArraysOfWorkers(feed, self._held_by_workers(feed))
+            return WorkerArrays(feed, self._arrays_on_workers(feed))
         if isinstance(feed, FileFeed):
-            described = self._description(feed)
-            return feed if described is None else ReadByWorkers(feed, described)
+            description = self._common_description(feed)
+            return feed if description is None else WorkerFiles(feed, description)
         return feed
 
-    def _held_by_workers(self, feed: ArrayFeed) -> Any:
-        """The arrays on each worker; `None` if they are too large to be sent."""
-        if feed not in self._held:
+    def _arrays_on_workers(self, feed: ArrayFeed) -> Any:
+        """Returns the arrays of each worker; `None` if they are too large to be sent."""
+        if feed not in self._worker_arrays:
             arrays = feed.arrays
-            described = self._description(feed)
-            if described is not None:
-                self._held[feed] = self._workers.on_each(_loading(feed, described))
+            description = self._common_description(feed)
+            if description is not None:
+                self._worker_arrays[feed] = self._workers.on_each(_loading(feed, description))
             elif device_feed.is_dense(arrays) and device_feed.size_bytes(arrays) > self._sent_bytes:
-                self._held[feed] = None
+                self._worker_arrays[feed] = None
             else:
-                self._held[feed] = self._workers.on_each(_received, arrays)
-        return self._held[feed]
+                self._worker_arrays[feed] = self._workers.on_each(_received, arrays)
+        return self._worker_arrays[feed]
 
-    def _description(self, feed: Feed) -> str | None:
-        """What the feed is, if each worker, asked once, makes the same; `None` if the chief is to send it."""
+    def _common_description(self, feed: Feed) -> str | None:
+        """Returns the description of the feed if all workers have the same data; `None` if the chief must send them.
+
+        The workers are asked once per feed.
+        """
         if feed.origin is None:
             return None
-        if feed not in self._compared:
-            name, mine = feed.origin.source.name, reader.description(feed)
+        if feed not in self._descriptions:
+            name, description = feed.origin.source.name, reader.description(feed)
             try:
-                reader.require_same(name, {0: mine} | self._descriptions(feed.origin), self._job)
-                self._compared[feed] = mine
+                reader.require_same(name, {0: description} | self._worker_descriptions(feed.origin), self._job)
+                self._descriptions[feed] = description
             except ClusterError as error:
-                self._compared[feed] = None
+                self._descriptions[feed] = None
                 warnings.warn(f"The chief sends the examples of `{name}`. {error.sentence}", stacklevel=2)
-        return self._compared[feed]
+        return self._descriptions[feed]
 
-    def _descriptions(self, origin: FeedOrigin) -> dict[int, str]:
-        """What each worker would read, by its rank."""
-        line = origin.to_json()
-        found = self._workers.answers(tf.function(lambda: reader.description_of_worker(line), autograph=False))
-        if found is None:
-            raise ClusterError.lost("A worker does not say what it reads")
+    def _worker_descriptions(self, origin: FeedOrigin) -> dict[int, str]:
+        """Returns the description of each worker's data by its rank."""
+        origin_json = origin.to_json()
+        answers = self._workers.answers(tf.function(lambda: reader.description_of_worker(origin_json), autograph=False))
+        if answers is None:
+            raise ClusterError.lost("A worker did not answer which data it reads")
         ranks = [rank for rank, task in enumerate(self._job.tasks) if task.role == "worker"]
-        return {rank: one.decode() for rank, one in zip(ranks, found, strict=True)}
+        return {rank: answer.decode() for rank, answer in zip(ranks, answers, strict=True)}
 
 
-class OfWorkers(WrappedFeed):
-    """A feed of which the workers have the data; an error of theirs is raised as if the chief had read them."""
+class WorkerFeed(WrappedFeed):
+    """A feed whose data the workers have; their errors are raised on the chief as if it had read the data."""
 
     def naming_bad_examples(self, first_batch: int, batches: int) -> contextlib.AbstractContextManager[Any]:
         del first_batch, batches
         return reader.errors_of_workers()
 
 
-class ArraysOfWorkers(OfWorkers, IndexedArrays):
-    """Arrays of which each worker has a copy or, where `held` is `None`, gets the examples of its steps."""
+class WorkerArrays(WorkerFeed, IndexedArrays):
+    """Arrays that each worker has or, if `worker_arrays` is `None`, of which it gets the examples of its steps."""
 
 
-class ReadByWorkers(OfWorkers):
-    """Batches of files: a worker reads those of its steps, and nobody any others.
+class WorkerFiles(WorkerFeed):
+    """Batches of files; a worker reads only the batches of its own steps.
 
     Args:
-        feed: the chief's own.
-        described: its `description`, which that of every worker equals.
+        feed: the chief's feed.
+        description: the description of its data, which is the same on all workers.
     """
 
-    def __init__(self, feed: FileFeed, described: str):
+    def __init__(self, feed: FileFeed, description: str):
         super().__init__(feed)
         assert feed.origin is not None
         rows = feed.batch_size if feed.examples % feed.batch_size == 0 else None
         specs = tuple(tf.TensorSpec([rows, *spec.shape[1:]], spec.dtype) for spec in tree.flatten(feed.spec))
         origin = feed.origin.to_json()
-        self.batches = ReadBatches(True, origin=origin, described=described, specs=specs, structure=feed.spec)
+        self.batches = NumberedBatches(True, origin=origin, description=description, specs=specs, structure=feed.spec)
         self._files = feed
 
-    def start(self, epoch: int, first_batch: int) -> Numbers:
+    def start(self, epoch: int, first_batch: int) -> NumberedPass:
         self._files.begin(epoch)
-        return Numbers(epoch, self._files.num_batches, self._files.examples, self._files.batch_size)
+        return NumberedPass(epoch, self._files.num_batches, self._files.examples, self._files.batch_size)
 
-    def resume(self, saved: bytes, epoch: int, first_batch: int) -> Numbers:
+    def resume(self, saved: bytes, epoch: int, first_batch: int) -> NumberedPass:
         del saved
         return self.start(epoch, first_batch)
 
 
 @dataclass(frozen=True)
-class Numbers(ClosurePass):
-    """A pass whose batches are read by their numbers, on the chief."""
+class NumberedPass(ClosurePass):
+    """A pass on the chief whose closures contain batch numbers."""
 
     epoch: int
     num_batches: int
@@ -149,32 +152,33 @@ class Numbers(ClosurePass):
     def closures(self, first: int, count: int, length: int) -> Iterator[Closure]:
         for begin in range(first, min(first + count, self.num_batches), length):
             end = min(begin + length, first + count, self.num_batches)
-            place = tf.constant([self.epoch, begin, end], tf.int64)
+            batch_range = tf.constant([self.epoch, begin, end], tf.int64)
             examples = min(end * self.batch_size, self.examples) - begin * self.batch_size
-            yield Closure((place, tf.constant(end - begin)), end - begin, end - begin == STEPS_OF_A_CLOSURE, examples)
+            whole = end - begin == STEPS_OF_A_CLOSURE
+            yield Closure((batch_range, tf.constant(end - begin)), end - begin, whole, examples)
 
 
 @dataclass(frozen=True)
-class ReadBatches(DatasetBatches, ReadByNumber):
-    """A batch that the worker reads, by its number; the state is the place of the closure.
+class NumberedBatches(DatasetBatches, ReadByNumber):
+    """Batches that a worker reads by number; the state is the closure's int64 epoch, first batch and end.
 
     Attributes:
-        origin: of the feed.
-        described: its `description`.
-        specs: of the tensors of a batch, flat.
-        structure: a batch has it.
+        origin: the feed's origin as JSON.
+        description: the description of the feed's data.
+        specs: the specs of a batch's tensors, flat.
+        structure: a structure like a batch.
     """
 
     origin: str = field(kw_only=True)
-    described: str = field(kw_only=True)
+    description: str = field(kw_only=True)
     specs: tuple[tf.TensorSpec, ...] = field(kw_only=True)
     structure: Any = field(kw_only=True, compare=False)
 
     def fetch(self, state: Any, step: tf.Tensor) -> Any:
         with tf.device("CPU:0"):
             number = state[1] + tf.cast(step, tf.int64)
-            found = reader.batch_of_worker(self.origin, self.described, state, number, self.specs)
-            return tree.pack_sequence_as(self.structure, found)
+            tensors = reader.batch_of_worker(self.origin, self.description, state, number, self.specs)
+            return tree.pack_sequence_as(self.structure, tensors)
 
 
 @tf.function(autograph=False)
@@ -182,17 +186,17 @@ def _received(arrays: Any) -> Any:
     return tf.nest.map_structure(tf.identity, arrays)
 
 
-def _loading(feed: ArrayFeed, described: str) -> Any:
-    """A graph function with which a worker loads the arrays of `feed`, also one that comes back."""
+def _loading(feed: ArrayFeed, description: str) -> Any:
+    """Returns a graph function with which a worker, also a restarted one, loads the arrays of `feed`."""
     assert feed.origin is not None
-    tensors, line = reader.different(feed.arrays), feed.origin.to_json()
-    numbers = {id(tensor): number for number, tensor in enumerate(tensors)}
-    places = tree.map_structure(lambda one: None if one is None else numbers[id(one)], feed.arrays)
+    tensors, origin = reader.distinct(feed.arrays), feed.origin.to_json()
+    indices = {id(tensor): index for index, tensor in enumerate(tensors)}
+    structure = tree.map_structure(lambda array: None if array is None else indices[id(array)], feed.arrays)
     specs = [tf.TensorSpec(tensor.shape, tensor.dtype) for tensor in tensors]
 
     @tf.function(autograph=False)
     def load() -> Any:
-        loaded = reader.arrays_of_worker(line, described, specs)
-        return tree.map_structure(lambda place: None if place is None else loaded[place], places)
+        loaded = reader.arrays_of_worker(origin, description, specs)
+        return tree.map_structure(lambda index: None if index is None else loaded[index], structure)
 
     return load

@@ -1,13 +1,13 @@
-"""Variables too large for one server: each server has some of the rows.
+"""Variables too large for one server: each server stores some of the rows.
 
-    Table                                a variable in parts, where Keras expects one
-        read          concatenates the parts of the servers
-        look rows up  each server gathers and sends its own rows alone
-        gradient      the gradients of the parts, with the row numbers of the whole; sparse if they are sparse
-    above(size)                          larger variables are made in parts
-    by_part(optimizer)                   each server updates its part of the variable and of the optimizer's slots
+    Table                a variable in parts, where Keras expects a single variable
+        read             concatenates the parts
+        lookup           each server gathers and sends only its own rows
+        gradient         combines the gradients of the parts; sparse if they are sparse
+    above(size)          context in which larger variables are created as tables
+    by_part(optimizer)   context in which each server updates its part of a table and of the optimizer's slots
 
-An update that cannot be made by part is made on the whole table, which is slower and gives the same.
+An update that cannot be made by part is made on the whole table, which is slower and has the same result.
 """
 
 from __future__ import annotations
@@ -30,48 +30,48 @@ FIRST_SERVER = "/job:ps/task:0/device:CPU:0"
 
 
 class _GradientOfParts:
-    """How TensorFlow's tape takes the gradient of a `Table`."""
+    """Tells TensorFlow's tape how to take the gradient of a `Table`."""
 
     def get_gradient_components(self, table: Table) -> list[tf.Tensor]:
-        """The tensors that the tape records in the place of `table`."""
+        """Returns the tensors that the tape records in place of `table`."""
         return [part.handle for part in table.variables]
 
     def replace_gradient_components(self, table: Table, gradients: Sequence[Any]) -> Any:
-        """The gradient of the whole from the gradients of the parts."""
+        """Returns the gradient of the table from the gradients of its parts."""
         if all(gradient is None for gradient in gradients):
             return None
-        of_parts = list(zip(gradients, table.variables, table.first_rows, strict=True))
+        parts = list(zip(gradients, table.variables, table.first_rows, strict=True))
         if not all(gradient is None or isinstance(gradient, tf.IndexedSlices) for gradient in gradients):
-            dense = [tf.zeros(part.shape, part.dtype) if g is None else g for g, part, _ in of_parts]
+            dense = [tf.zeros(part.shape, part.dtype) if g is None else g for g, part, _ in parts]
             return tf.concat([tf.convert_to_tensor(gradient) for gradient in dense], 0)
-        sparse = [(g.values, tf.cast(g.indices, tf.int64) + first) for g, _, first in of_parts if g is not None]
+        sparse = [(g.values, tf.cast(g.indices, tf.int64) + first) for g, _, first in parts if g is not None]
         values, rows = (tf.concat(pieces, 0) for pieces in zip(*sparse, strict=True))
         return tf.IndexedSlices(values, rows, tf.constant(table.shape.as_list()))
 
 
 class Table(tensorflow_internals.ShardedVariable):
-    """A variable, `[rows, ...]`, of which each part has some of the rows and lies on another server.
+    """A variable `[rows, ...]` that is split by rows into parts on different servers.
 
     Args:
-        parts: with equal numbers of rows but for one, the larger ones first.
-        name: of the whole.
+        parts: the parts; their numbers of rows differ by at most 1, the larger parts first.
+        name: the name of the table.
     """
 
     __composite_gradient__ = _GradientOfParts()
 
     def __init__(self, parts: Sequence[tf.Variable], name: str):
         super().__init__(list(parts), name=name)
-        for part in parts:  # so that Keras' optimizers find the slots of the whole
+        for part in parts:  # so that Keras' optimizers find the slots of the table
             tensorflow_internals.set_container(part, self)
 
     @property
     def first_rows(self) -> list[int]:
-        """The number of the first row of each part."""
+        """The index of the first row of each part."""
         return tensorflow_internals.first_rows(self)
 
     @property
     def handle(self) -> Table:
-        """The object that Keras gives to the tape for a variable."""
+        """The object that Keras passes to the tape for a variable."""
         return self
 
     @property
@@ -80,7 +80,7 @@ class Table(tensorflow_internals.ShardedVariable):
         return str(self.variables[0].device)
 
     def sparse_read(self, indices: tf.Tensor, name: str | None = None) -> tf.Tensor:
-        """The rows `indices`, int of any shape."""
+        """Returns the rows `indices`, an int tensor of any shape."""
         return tf.nn.embedding_lookup(self.variables, indices, name=name)
 
     def __tf_tensor__(self, dtype: Any = None, name: str | None = None) -> tf.Tensor:
@@ -90,7 +90,7 @@ class Table(tensorflow_internals.ShardedVariable):
         return np.concatenate([part.numpy() for part in self.variables]).astype(dtype or self.dtype.as_numpy_dtype)
 
     def split(self, value: Any) -> list[Any]:
-        """`value` for each part: the rows of the part if `value` has the shape of the whole, else all of it."""
+        """Returns `value` for each part: the part's rows if `value` has the table's shape, else all of `value`."""
         if isinstance(value, Table):
             return value.variables
         if isinstance(value, tf.IndexedSlices):
@@ -101,28 +101,28 @@ class Table(tensorflow_internals.ShardedVariable):
         return [value] * len(self.variables)
 
 
-class _Thread(threading.local):
-    largest_bytes = math.inf  # the size of the largest variable that is not made in parts
-    slots: Sequence[Any] | None = None  # of the optimizer that updates by part
+class _ThreadState(threading.local):
+    largest_bytes = math.inf  # larger variables are created as tables
+    slots: Sequence[Any] | None = None  # slots of the optimizer that updates by part; `None` outside `by_part`
 
 
-_thread = _Thread()
+_thread = _ThreadState()
 
 
 @contextlib.contextmanager
 def above(size_bytes: float) -> Iterator[None]:
-    """Variables larger than `size_bytes` that are made in this context are `Table`s."""
-    before = _thread.largest_bytes
+    """Within this context, variables larger than `size_bytes` are created as `Table`s."""
+    previous = _thread.largest_bytes
     _thread.largest_bytes = size_bytes
     try:
         yield
     finally:
-        _thread.largest_bytes = before
+        _thread.largest_bytes = previous
 
 
 @contextlib.contextmanager
 def by_part(optimizer: Any) -> Iterator[None]:
-    """Updates that are traced in this context are made by part, where the optimizer's formula allows it."""
+    """Within this context, updates are traced by part if the optimizer's formula is elementwise."""
     inner = getattr(optimizer, "inner_optimizer", optimizer)
     if type(inner) in keras_optimizers.ELEMENTWISE:
         _thread.slots = [slot for slot in inner.variables if isinstance(tf_variable(slot), Table)]
@@ -134,54 +134,54 @@ def by_part(optimizer: Any) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _reduced_to(part: int, table: Table) -> Iterator[None]:
-    """In this context the optimizer's slots for `table` are those of one part."""
-    slots = [slot for slot in _thread.slots or () if tf_variable(slot).shape == table.shape]
-    wholes = [(slot, tf_variable(slot)) for slot in slots]
-    for slot, whole in wholes:
-        keras_internals.set_tf_variable(slot, whole.variables[part])
+    """Within this context, the optimizer's slots for `table` are reduced to those of one part."""
+    slots = [(slot, tf_variable(slot)) for slot in _thread.slots or () if tf_variable(slot).shape == table.shape]
+    for slot, slot_table in slots:
+        keras_internals.set_tf_variable(slot, slot_table.variables[part])
     try:
         yield
     finally:
-        for slot, whole in wholes:
-            keras_internals.set_tf_variable(slot, whole)
+        for slot, slot_table in slots:
+            keras_internals.set_tf_variable(slot, slot_table)
 
 
 def install(strategy: tf.distribute.ParameterServerStrategy, parts: int) -> None:
-    """Lets `strategy` make large variables (see `above`) as `Table`s of up to `parts` parts."""
+    """Lets `strategy` create large variables (see `above`) as `Table`s of up to `parts` parts."""
 
     def create(make: Callable[..., Any], *, initial_value: Any, name: str | None = None, **arguments: Any) -> Any:
-        # The value is made as a whole, so that it is that of one device, and on a server, since it may not fit here.
+        # The initial value is computed as a whole, to equal that of one device, on a server, since it may not fit here.
         with tf.device(FIRST_SERVER):
             value = initial_value() if callable(initial_value) else initial_value
             value = tf.convert_to_tensor(value, arguments.get("dtype"))
-        beside = arguments.get("colocate_with")
-        if isinstance(beside, Table):
+        neighbour = arguments.get("colocate_with")
+        if isinstance(neighbour, Table):
             del arguments["colocate_with"]
-            placements = [{"colocate_with": part} for part in beside.variables] if beside.shape == value.shape else None
+            same_shape = neighbour.shape == value.shape
+            placements = [{"colocate_with": part} for part in neighbour.variables] if same_shape else None
         else:
             large = value.shape.rank and value.shape.num_elements() * value.dtype.size > _thread.largest_bytes
-            placements = [{}] * min(parts, value.shape[0]) if large and beside is None else None
+            placements = [{}] * min(parts, value.shape[0]) if large and neighbour is None else None
         if not placements or len(placements) < 2:
             return make(initial_value=value, name=name, **arguments)
         name = name or "table"
         ends = np.cumsum([len(rows) for rows in np.array_split(np.arange(value.shape[0]), len(placements))])
-        made: list[tf.Variable] = []
+        variables: list[tf.Variable] = []
         for number, (first, end) in enumerate(zip([0, *ends], ends, strict=False)):
             with tf.device(FIRST_SERVER):
                 rows = value[first:end]
-            made.append(make(initial_value=rows, name=f"{name}/part_{number}", **arguments, **placements[number]))
-        return Table(made, name)
+            variables.append(make(initial_value=rows, name=f"{name}/part_{number}", **arguments, **placements[number]))
+        return Table(variables, name)
 
     def update(apply: Callable[..., Any], variable: Any, function: Any, arguments: Sequence[Any]) -> Any:
         if not isinstance(variable, Table):
             return apply(variable, function, arguments)
         if _thread.slots is None:
             return function(variable, *arguments)
-        with tf.device(None):  # on the gradient's device, so that a server is sent the rows of its part alone
-            pieces = [variable.split(argument) for argument in arguments]
+        with tf.device(None):  # on the gradient's device, so that a server is sent only the rows of its part
+            split = [variable.split(argument) for argument in arguments]
         for number, part in enumerate(variable.variables):
             with _reduced_to(number, variable):
-                apply(part, function, [of_each[number] for of_each in pieces])
+                apply(part, function, [pieces[number] for pieces in split])
         return None
 
     tensorflow_patches.around_variables(strategy, create, update)

@@ -1,7 +1,8 @@
-"""Workers that take steps at their own pace: processes of a job, as its chief reaches them, or threads of this process.
+"""Workers that take steps at their own pace: the worker processes of a job, or threads of this process.
 
-schedule(function, arguments)    lets a free worker run the function
-results_of(scheduled)            what was scheduled has ended
+count                            the number of workers
+schedule(function, arguments)    lets a free worker run a `tf.function`; returns a handle of the result
+results_of(scheduled)            waits for all scheduled calls, and returns their results as NumPy arrays
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import time
 import warnings
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import tensorflow as tf
@@ -22,32 +23,18 @@ from tfdist.jobs import ports, rendezvous
 from tfdist.jobs.task import Task
 from tfdist.jobs.world import World
 
-# How often the coordinator looks whether any closure has ended, while it waits for the last one.
-SECONDS_BETWEEN_LOOKS = 1.0
-# The time that TensorFlow takes to notice that a worker was dropped, and to give its steps to others.
-SECONDS_TO_GO_ON = 30.0
-
-
-class Workers(Protocol):
-    """Who runs the steps; `count` is their number."""
-
-    count: int
-
-    def schedule(self, function: Any, arguments: Sequence[Any]) -> Any:
-        """Lets a free worker run the `tf.function` `function(*arguments)`; returns a handle of the result."""
-        ...
-
-    def results_of(self, scheduled: Sequence[Any]) -> list[Any]:
-        """The results of what was scheduled, as NumPy arrays, once all of it has ended."""
-        ...
+# How often the coordinator checks for silent workers while it waits for closures.
+SECONDS_BETWEEN_CHECKS = 1.0
+# The time that TensorFlow takes to notice that a worker was dropped, and to reassign its closures.
+SECONDS_TO_REASSIGN = 30.0
 
 
 class Threads:
     """Threads of this process.
 
     Args:
-        count: their number.
-        name: of the threads.
+        count: the number of threads.
+        name: the prefix of the threads' names.
     """
 
     def __init__(self, count: int, name: str):
@@ -60,12 +47,12 @@ class Threads:
         return self._pool.submit(function, *arguments)
 
     def results_of(self, scheduled: Sequence[Future[Any]]) -> list[Any]:
-        """The results of what was scheduled, as NumPy arrays, once all of it has ended."""
+        """Waits for all scheduled calls, and returns their results as NumPy arrays."""
         try:
-            return [tf.nest.map_structure(np.asarray, one.result()) for one in scheduled]
-        finally:  # after an error too, nobody changes the variables any more
-            for one in scheduled:
-                one.cancel()
+            return [tf.nest.map_structure(np.asarray, future.result()) for future in scheduled]
+        finally:  # after an error too, no thread may still change the variables
+            for future in scheduled:
+                future.cancel()
             wait(scheduled)
 
 
@@ -73,9 +60,9 @@ class Processes:
     """The workers of a job with parameter servers, as its chief reaches them.
 
     Args:
-        job: all processes.
-        coordinator: TensorFlow's.
-        timeout_seconds: how long to wait for a worker that is silent, before its closures are given to another.
+        job: all processes of the job.
+        coordinator: TensorFlow's cluster coordinator.
+        timeout_seconds: how long to wait for a silent worker before its closures are reassigned.
     """
 
     def __init__(self, job: World, coordinator: Any, timeout_seconds: float):
@@ -88,80 +75,74 @@ class Processes:
         return self._coordinator.schedule(function, args=tuple(arguments))
 
     def results_of(self, scheduled: Sequence[Any]) -> list[Any]:
-        """The results of `scheduled` closures, as NumPy arrays; closures of a silent worker are given to another one.
+        """Waits for all scheduled closures, and returns their results as NumPy arrays.
+
+        The closures of a silent worker are reassigned to other workers.
 
         Raises:
             ClusterError: no worker has finished a closure for too long.
         """
-        waiting, left = Waiting(self), len(scheduled)
-        while not tensorflow_coordinator.wait_for_closures(self._coordinator, SECONDS_BETWEEN_LOOKS):
-            before, left = left, sum(not tensorflow_coordinator.finished(value, 0) for value in scheduled)
-            if left < before:
-                waiting = Waiting(self)
-            waiting.look()
+        watchdog, pending = Watchdog(self), len(scheduled)
+        while not tensorflow_coordinator.wait_for_closures(self._coordinator, SECONDS_BETWEEN_CHECKS):
+            previous = pending
+            pending = sum(not tensorflow_coordinator.finished(value, 0) for value in scheduled)
+            if pending < previous:
+                watchdog = Watchdog(self)
+            watchdog.check()
         return [value.fetch() for value in scheduled]
 
     def on_each(self, function: Callable[..., Any], *arguments: Any) -> Any:
-        """The results of `function` on all workers, to be passed as an argument to `schedule`."""
+        """Runs `function` on all workers; returns their results in a form that `schedule` accepts as an argument."""
         return tensorflow_coordinator.on_each_worker(self._coordinator, function, *arguments)
 
     def answers(self, function: Callable[..., Any], *arguments: Any) -> list[Any] | None:
-        """The results of `function` on all workers, as NumPy arrays; `None` if one fails, or is silent for too long."""
+        """Runs `function` on all workers; returns NumPy arrays, or `None` if a worker fails or is silent too long."""
         return tensorflow_coordinator.answers_of_workers(self.on_each(function, *arguments), self.timeout_seconds)
 
+    def tasks_of(self, role: str) -> tuple[Task, ...]:
+        """Returns the tasks of a role."""
+        return self._job.tasks_of(role)
+
     def silent(self, role: str) -> list[Task]:
-        """The tasks of a role that do not answer."""
-        return [task for task in self._job.tasks_of(role) if not rendezvous.serves(task)]
-
-    def names(self) -> list[str]:
-        """The workers, as messages name them."""
-        return [str(task) for task in self._job.tasks_of("worker")]
-
-    def drop_silent(self) -> list[str]:
-        """Ends the connections to workers that do not answer, and returns their names as messages have them.
-
-        Closures on such a worker then fail as if the worker had ended; if it answers again, it gets closures again.
-        """
-        silent = self.silent("worker")
-        for task in silent:
-            ports.hang_up(task.host, task.port)
-        return [str(task) for task in silent]
+        """Returns the tasks of a role that do not answer."""
+        return [task for task in self.tasks_of(role) if not rendezvous.serves(task)]
 
     def explained(self, error: tf.errors.OpError) -> ClusterError | None:
-        """The error to raise for one of TensorFlow's about a parameter server; `None` if it is about something else."""
-        gone = [str(task) for task in self.silent("ps")]
-        if gone:
-            return ClusterError.lost(f"Gone: {', '.join(gone)}, with its part of the variables")
-        broken = isinstance(error, tf.errors.UnavailableError) and _named_server(error.message)
-        return ClusterError.lost(f"Connections to {broken} broke, which serves on") if broken else None
+        """Returns the error to raise instead of TensorFlow's if a parameter server is the cause; else `None`."""
+        lost = [str(task) for task in self.silent("ps")]
+        if lost:
+            return ClusterError.lost(f"Gone: {', '.join(lost)}, with its part of the variables")
+        server = re.search(r"/job:ps/replica:0/task:(\d+)", error.message)
+        if isinstance(error, tf.errors.UnavailableError) and server:
+            return ClusterError.lost(f"Connections to ps {server[1]} broke, although it is still running")
+        return None
 
 
-class Waiting:
-    """Waits for closures of which none has ended since it was made; those of a silent worker go to another one."""
+class Watchdog:
+    """Watches over a wait in which no closure has finished since the watchdog was made."""
 
     def __init__(self, workers: Processes):
         self._workers = workers
-        self._began, self._patience = time.monotonic(), workers.timeout_seconds
+        self._started, self._deadline_seconds = time.monotonic(), workers.timeout_seconds
 
-    def look(self) -> None:
-        """Called again and again; drops the workers that are silent.
+    def check(self) -> None:
+        """Drops silent workers after the timeout; called repeatedly.
+
+        The closures of such a worker then fail as if it had died, and are reassigned. If it answers again, it gets
+        closures again.
 
         Raises:
             ClusterError: no worker has finished a closure for too long.
         """
-        waited, timeout = time.monotonic() - self._began, self._workers.timeout_seconds
-        if waited < self._patience:
+        waited, timeout = time.monotonic() - self._started, self._workers.timeout_seconds
+        if waited < self._deadline_seconds:
             return
-        if self._patience > timeout:
-            names = [str(task) for task in self._workers.silent("worker")] or self._workers.names()
-            raise ClusterError.lost(f"No worker has finished a step for {waited:.0f} s: {', '.join(names)}")
-        silent = self._workers.drop_silent()
+        silent = self._workers.silent("worker")
+        if self._deadline_seconds > timeout:
+            names = ", ".join(map(str, silent or self._workers.tasks_of("worker")))
+            raise ClusterError.lost(f"No worker has finished a step for {waited:.0f} s: {names}")
+        for task in silent:
+            ports.hang_up(task.host, task.port)
         if silent:
-            warnings.warn(f"Silent for {timeout:g} s: {', '.join(silent)}", stacklevel=2)
-        self._patience += max(timeout, SECONDS_TO_GO_ON)
-
-
-def _named_server(message: str) -> str | None:
-    """The parameter server that a message of TensorFlow names, as messages of tfdist do."""
-    found = re.search(r"/job:ps/replica:0/task:(\d+)", message)
-    return f"ps {found[1]}" if found else None
+            warnings.warn(f"Silent for {timeout:g} s: {', '.join(map(str, silent))}", stacklevel=2)
+        self._deadline_seconds += max(timeout, SECONDS_TO_REASSIGN)

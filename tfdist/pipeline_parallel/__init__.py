@@ -1,1 +1,1 @@
-"""A model in stages on several devices: where it is cut, where its parts are, and in which order stages compute."""
+"""Pipeline parallelism: how a model is divided into stages, where they run, and in which order they compute."""

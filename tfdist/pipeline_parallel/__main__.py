@@ -1,4 +1,4 @@
-"""`tfdist pipeline`: the stages into which a model would be cut, before it is trained."""
+"""`tfdist pipeline` shows the stages into which a model would be cut, without training it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tfdist.data.tools import for_model
 @click.option("--micro-batches", type=click.IntRange(min=1), default=4, show_default=True, help="parts of a batch")
 @click.option("--batch-size", type=click.IntRange(min=1), default=32, show_default=True, help="examples per batch")
 @click.option("--balance", default="time", show_default=True, metavar="NAME", help="time or memory")
-@click.option("--stages", metavar="LAYERS", help="first layer of each stage but the first, with commas between")
+@click.option("--stages", metavar="LAYERS", help="first layer of each stage after the first, comma-separated")
 def command(
     model: str,
     dataset: str,
@@ -46,19 +46,19 @@ def show(
 
     from tfdist.pipeline_parallel import plan, schedule
 
-    found = plan.make(model, devices, named, balance, max(1, batch_size // micro_batches), micro_batches)
-    costs = plan.of_stages(found.costs, found.begins) if found.costs else [None] * devices
+    made = plan.make(model, devices, named, balance, max(1, batch_size // micro_batches), micro_batches)
+    costs = plan.of_stages(made.costs, made.begins) if made.costs else [None] * devices
     unit, factor = ("ms", 1.0) if balance == "time" else ("MB", 1e-6)
     table = Table(box=None, pad_edge=False)
     titles = ("stage", "first layer", "last layer", "layers", "parameters", unit, "bytes sent per example")
     for title in titles:
         table.add_column(title, justify="left" if title.endswith("layer") else "right")
     for stage, cost in enumerate(costs):
-        layers = found.layers_of(stage)
-        sent = f"{found.bytes_across(stage + 1):,}" if stage + 1 < devices else ""
-        shown = "" if cost is None else f"{factor * cost:,.2f}"
-        counted = f"{len(layers):,}", f"{found.parameters_of(stage):,}"
-        table.add_row(str(stage), layers[0], layers[-1], *counted, shown, sent)
+        layers = made.layers_of(stage)
+        sent = f"{made.bytes_across(stage + 1):,}" if stage + 1 < devices else ""
+        cost_text = "" if cost is None else f"{factor * cost:,.2f}"
+        counts = f"{len(layers):,}", f"{made.parameters_of(stage):,}"
+        table.add_row(str(stage), layers[0], layers[-1], *counts, cost_text, sent)
     with terminal.guarded_stdout(needed=True):
         console = Console(soft_wrap=True)
         console.print(table)

@@ -1,7 +1,7 @@
-"""The stages of one process, and the micro-batches that go through them: what `pipeline` is, and an option of others.
+"""The stages of one process, and the micro-batches that they compute: `pipeline`, and an option of other strategies.
 
-A micro-batch is a replica in time: the part of the global batch that this process has is cut into `micro_batches`
-parts, which share one copy of the variables, as the replicas of `custom` do (`tfdist.pipeline_parallel.pipeline_mesh`).
+A micro-batch is a replica in time: this process's part of the global batch is split into `micro_batches` parts, which
+share one copy of the variables, as the replicas of `custom` do (`tfdist.pipeline_parallel.pipeline_mesh`).
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ from tfdist.profiling import stages as stage_names
 if TYPE_CHECKING:
     from tfdist.interface.program import Steps
 
-# The examples of a micro-batch that times are measured with where the size of a batch is not known.
+# The number of examples in a micro-batch for measuring times if the batch size is unknown.
 UNKNOWN_BATCH = 32
 
 
 def examples_of_part(examples: int | None, replicas: int) -> int:
-    """The examples of each of the `replicas` parts of a batch, which has `examples`, if that is known."""
+    """Returns the number of examples in each of `replicas` parts of a batch with `examples`, which may be unknown."""
     return UNKNOWN_BATCH if examples is None else max(1, examples // replicas)
 
 
 def require_examples(steps: Steps, replicas: int, micro_batches: int) -> None:
-    """Raises `UsageError` for training on batches of fewer examples than their `replicas` parts."""
+    """Raises `UsageError` for training with fewer examples per batch than `replicas`."""
     examples = getattr(steps.batches, "batch_size", None)
     if steps.kind == "train" and examples is not None and examples < replicas:
         pipelines = replicas // micro_batches
@@ -45,70 +45,65 @@ def require_examples(steps: Steps, replicas: int, micro_batches: int) -> None:
 
 
 class Stages:
-    """Cuts models into stages, one on each of `devices`, and runs their steps.
+    """Divides models into stages, one on each of `devices`, and runs their steps.
 
     Args:
-        devices: of this process, one for each stage.
-        micro_batches: the parts of a batch of this process.
+        devices: the devices of this process, one per stage.
+        micro_batches: the number of micro-batches of this process.
         schedule: the order in which a stage computes them, see `tfdist.pipeline_parallel.schedule`.
-        balance: what is made even between the stages: "time", measured, or "memory".
-        named: the name of the first layer of each stage but the first; `None` lets `balance` choose.
+        balance: what is balanced between the stages: "time", which is measured, or "memory".
+        named: the name of the first layer of each stage after the first; `None` lets `balance` choose.
 
     Raises:
-        UsageError: another number of layers is named than there are devices, or a device is there twice.
+        UsageError: the numbers of named layers and devices do not match, or a device is named twice.
     """
 
     def __init__(
         self, devices: Sequence[str], micro_batches: int, schedule: Schedule, balance: Balance, named: Any = None
     ):
-        if named is not None and len(named) != len(devices) - 1:
-            raise UsageError(
-                f"`stages` names the first layer of {len(named)} stages after the first, and there are "
-                f"{len(devices)} devices",
-                f"name {len(devices) - 1} layers, or set `devices={len(named) + 1}`",
-            )
+        plan.require_number_of_names(named, len(devices), "devices", "set `devices={}`")
         if len(set(devices)) < len(devices):
-            raise UsageError(f"`devices` is {', '.join(devices)}, which has one twice", "name each device once")
+            raise UsageError(f"`devices` is {', '.join(devices)}, which repeats a device", "name each device once")
         if len({device.partition(":")[0] for device in devices}) > 1:
             raise UsageError(
                 f"`devices` is {', '.join(devices)}, which are of two kinds",
-                "use GPUs alone, or the logical devices of the CPU",
+                "use only GPUs, or only logical devices of the CPU",
             )
         self.devices, self.micro_batches = devices, micro_batches
         self._schedule, self._balance, self._named = schedule, balance, named
-        self._plans: dict[int, Plan] = {}  # by the `id` of the graph that a plan holds
+        self._plans: dict[int, Plan] = {}  # by the `id` of the plan's `functional`
 
     def check(self, model: Any) -> None:
-        """Raises `UsageError` for a model that cannot be cut into that many stages, or trained by the schedule."""
+        """Raises `UsageError` for a model that cannot be cut into these stages, or trained with the schedule."""
         if self._schedule == delayed.NAME:
-            delayed.require_steps_of_keras(model)
+            delayed.require_keras_step(model)
         if len(self.devices) > 1:
             plan.require_cuttable(model, len(self.devices))
 
     def place(self, steps: Steps, replicas: int) -> None:
-        """Puts the variables of the model of `steps` on the devices of their stages; a batch has `replicas` parts."""
+        """Moves the variables of the model to the devices of their stages; a batch is split into `replicas` parts."""
         self.check(steps.model)
         if len(self.devices) > 1:
             require_examples(steps, replicas, self.micro_batches)
             for optimizer in keras_internals.optimizers(steps.model):
-                if steps.kind == "train" and not optimizer.built:  # an eager step would make its slots in the scope
+                if steps.kind == "train" and not optimizer.built:  # an eager step would create slots on the CPU
                     optimizer.build(steps.model.trainable_variables)
             placement.place(self._plan(steps, replicas), self.devices, steps.model)
 
     def plan_of(self, model: Any) -> Plan | None:
-        """The stages of `model`, once it has been trained or used; `None` before, and for one stage."""
+        """Returns the plan of `model`; `None` before it is first trained or used, and for one stage."""
         return self._plans.get(id(keras_stages.functional_of(model)))
 
     def _plan(self, steps: Steps, replicas: int) -> Plan:
-        found = self.plan_of(steps.model)
-        if found is None:
+        made = self.plan_of(steps.model)
+        if made is None:
             part = examples_of_part(getattr(steps.batches, "batch_size", None), replicas)
-            found = plan.make(steps.model, len(self.devices), self._named, self._balance, part, self.micro_batches)
-            self._plans[id(found.functional)] = found
-        return found
+            made = plan.make(steps.model, len(self.devices), self._named, self._balance, part, self.micro_batches)
+            self._plans[id(made.functional)] = made
+        return made
 
     def tracing(self) -> contextlib.AbstractContextManager[None]:
-        """The context in which a step is traced, whose operations are named by their stages."""
+        """The context in which a step is traced, with operations on and named after their stages."""
         return placement.on_stages(self._plans, self.devices)
 
     @property
@@ -118,28 +113,21 @@ class Stages:
 
     @contextlib.contextmanager
     def guard(self) -> Iterator[None]:
-        """The context of all work; its errors say which stage has run out of memory."""
+        """The context of all work, in which an error says which stage has run out of memory."""
         try:
             yield
         except tf.errors.ResourceExhaustedError as error:
-            place = stage_names.found_in(str(error))
-            if place is None:
+            numbers = stage_names.stage_and_micro_batch(str(error))
+            if numbers is None:
                 raise
-            raise self._exhausted(place[0]) from None
-
-    def _exhausted(self, stage: int) -> UsageError:
-        layers = next(iter({tuple(found.layers_of(stage)) for found in self._plans.values()}), ())
-        return UsageError(
-            f"Stage {stage} ({', '.join(layers)}) ran out of memory on {self.devices[stage]}",
-            'use more micro-batches or more stages, `balance="memory"`, or a smaller batch',
-        )
+            stage = numbers[0]
+            layers = next((made.layers_of(stage) for made in self._plans.values()), [])
+            raise UsageError(
+                f"Stage {stage} ({', '.join(layers)}) ran out of memory on {self.devices[stage]}",
+                'use more micro-batches or more stages, `balance="memory"`, or a smaller batch',
+            ) from None
 
     def described(self, model: Any) -> list[dict[str, Any]]:
-        """The device, layers and parameters of each stage of `model`; empty before it is cut."""
-        found = self.plan_of(model)
-        if found is None:
-            return []
-        return [
-            {"device": device, "layers": found.layers_of(stage), "parameters": found.parameters_of(stage)}
-            for stage, device in enumerate(self.devices)
-        ]
+        """Returns the device, layers and parameters of each stage of `model`; empty before it is cut."""
+        made = self.plan_of(model)
+        return [] if made is None else made.described(self.devices)

@@ -1,8 +1,8 @@
-"""The micro-batches of a pipeline as replicas of a partitioned step: replicas in time, which share the devices.
+"""The micro-batches of a pipeline as replicas of a partitioned step: replicas in time that share the devices.
 
-Each operation is computed on the device of its stage, as its name in the traced step says
-(`tfdist.pipeline_parallel.placement`); one outside of the model on the device of the variable, or else of the last
-value, that it uses.
+Each operation of the model is computed on the device of its stage, which its name in the traced step shows
+(`tfdist.pipeline_parallel.placement`). Other operations are computed on the device of the variable that they use, or
+else of their last input.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ class PipelineMesh(spmd.Mesh):
     """The micro-batches of one process, whose stages are on `devices`.
 
     Args:
-        devices: one for each stage.
-        micro_batches: of the process.
+        devices: the device of each stage.
+        micro_batches: the number of micro-batches of the process.
         schedule: the order in which a stage computes them.
     """
 
     def __init__(self, devices: Sequence[str], micro_batches: int, schedule: Schedule):
-        spmd.Mesh.__init__(self, [devices[-1]] * micro_batches)  # they begin and end where the loss is computed
+        spmd.Mesh.__init__(self, [devices[-1]] * micro_batches)  # the device on which the loss is computed
         self.home = None
         self.stage_devices, self._schedule = devices, schedule
         self._stage: int | None = None
@@ -41,16 +41,16 @@ class PipelineMesh(spmd.Mesh):
 
     @contextlib.contextmanager
     def computing(self, operation: tf.Operation, inputs: Sequence[tf.Tensor]) -> Iterator[None]:
-        before = self._stage, self._device
-        found = stage_names.found_in(operation.name)
-        if found is not None:
-            self._stage, self._device = found[0], self.stage_devices[found[0]]
+        previous = self._stage, self._device
+        numbers = stage_names.stage_and_micro_batch(operation.name)
+        if numbers is not None:
+            self._stage, self._device = numbers[0], self.stage_devices[numbers[0]]
         elif self._stage is None:
             self._device = _device_of(inputs)
         try:
             yield
         finally:
-            self._stage, self._device = before
+            self._stage, self._device = previous
 
     @contextlib.contextmanager
     def on_replica(self, position: int) -> Iterator[None]:
@@ -62,11 +62,11 @@ class PipelineMesh(spmd.Mesh):
             yield
 
     def number(self, position: int) -> int:
-        """The number of a micro-batch among those that are put in order."""
+        """Returns the number of a micro-batch in the schedule."""
         return position
 
     def on_copy(self, position: int) -> contextlib.AbstractContextManager[None]:
-        if len(self.local) == 1:  # which is computed whole
+        if len(self.local) == 1:  # nothing is split, so a copy is computed like the replica
             return self.on_replica(position)
         return tf.device(self._device)
 
@@ -74,14 +74,14 @@ class PipelineMesh(spmd.Mesh):
         self, values: Sequence[Sequence[tf.Tensor]], reduction: str, gradients: bool = False
     ) -> list[list[tf.Tensor]]:
         del gradients
-        return [[total_of(terms, reduction)] for terms in values]
+        return [[_reduced_in_turn(terms, reduction)] for terms in values]
 
     def all_gather(self, values: Sequence[Sequence[tf.Tensor]], shards: Sequence[spmd.Shard]) -> list[list[tf.Tensor]]:
-        found = []
+        results = []
         for parts, shard in zip(values, shards, strict=True):
             with tf.device(parts[-1].device or None):
-                found.append([spmd.joined(parts, shard)])
-        return found
+                results.append([spmd.joined(parts, shard)])
+        return results
 
     def computed(self) -> None:
         if len(self.stage_devices) == 1 or len(self.local) == 1 or tf.executing_eagerly():
@@ -89,28 +89,28 @@ class PipelineMesh(spmd.Mesh):
         graph = tf.compat.v1.get_default_graph()
         possible = ordering.order(graph, self._schedule, self.stage_devices, len(self.local))
         if not possible and self._schedule != "gpipe":
-            say_that_they_meet(self._schedule)
+            warn_of_gpipe(self._schedule)
 
 
-def say_that_they_meet(schedule: Schedule) -> None:
-    """Warns that a step cannot follow a schedule in which a micro-batch is finished before all have begun."""
+def warn_of_gpipe(schedule: Schedule) -> None:
+    """Warns that a step uses `gpipe`, because no micro-batch can finish before all have begun."""
     late = ", with its delayed gradients" if schedule == DELAYED else ""
     warnings.warn(
-        "Micro-batches meet in the middle of a step, so that none can finish before all have begun: the schedule "
+        "Micro-batches exchange values within a step, so that none can finish before all have begun: the schedule "
         f"`gpipe` is used in place of `{schedule}`{late}",
         stacklevel=2,
     )
 
 
 class PipelinesMesh(PipelineMesh, ProcessMesh):
-    """The micro-batches of all processes of a job, each of which has a pipeline of its own.
+    """The micro-batches of all processes of a job, each of which has its own pipeline.
 
     Args:
-        devices: of this process, one for each stage.
-        micro_batches: of each process.
+        devices: the devices of this process, one per stage.
+        micro_batches: the number of micro-batches of each process.
         schedule: the order in which a stage computes them.
         group: the processes of the job.
-        packing: of what is added up.
+        packing: how all-reduces are packed into messages.
     """
 
     def __init__(
@@ -129,24 +129,25 @@ class PipelinesMesh(PipelineMesh, ProcessMesh):
     def all_reduce(
         self, values: Sequence[Sequence[tf.Tensor]], reduction: str, gradients: bool = False
     ) -> list[list[tf.Tensor]]:
-        of_process = [[total_of(terms, reduction)] for terms in values]
-        return ProcessMesh.all_reduce(self, of_process, reduction, gradients)
+        totals = [[_reduced_in_turn(terms, reduction)] for terms in values]
+        return ProcessMesh.all_reduce(self, totals, reduction, gradients)
 
     def all_gather(self, values: Sequence[Sequence[tf.Tensor]], shards: Sequence[spmd.Shard]) -> list[list[tf.Tensor]]:
         return ProcessMesh.all_gather(self, values, shards)
 
     def terms(self, variable: object) -> None:
-        """None: the micro-batches of a process share its variables."""
+        """Returns `None`, because the micro-batches of a process share its variables."""
         del variable
 
 
-def total_of(terms: Sequence[tf.Tensor], reduction: str) -> tf.Tensor:
-    """The reduction of terms, two at a time, so that each can be freed before the next one is computed."""
+def _reduced_in_turn(terms: Sequence[tf.Tensor], reduction: str) -> tf.Tensor:
+    """Reduces terms one by one, so that each can be freed before the next one is computed."""
     with tf.device(terms[0].device or None):
         return functools.reduce(lambda total, term: spmd.reduced([total, term], reduction), terms)
 
 
 def _device_of(inputs: Sequence[tf.Tensor]) -> str | None:
-    """The device of the variable that an operation uses, or else of its last input whose device is known."""
-    known = [tensor for tensor in inputs if tensor.device]
-    return next((one.device for one in known if one.dtype == tf.resource), known[-1].device if known else None)
+    """Returns the device of the variable that an operation uses, or else of its last input whose device is known."""
+    placed = [tensor for tensor in inputs if tensor.device]
+    variables = (tensor.device for tensor in placed if tensor.dtype == tf.resource)
+    return next(variables, placed[-1].device if placed else None)

@@ -1,9 +1,8 @@
 """Names the operations of each stage of a model, and puts its variables on the device of the stage.
 
-The forward pass of an operation is traced in a name scope that carries the numbers of the stage and the micro-batch.
-When a tape differentiates an operation, TensorFlow passes the name scope of its forward pass to the gradient function.
-So the names in the graph say to which stage an operation belongs, forward or backward, and the model and the tape are
-the ordinary ones.
+The forward pass of an operation is traced in a name scope with the numbers of the stage and the micro-batch. When a
+tape differentiates an operation, TensorFlow passes the name scope of its forward pass to the gradient function. So the
+names in the graph show to which stage an operation belongs, forward or backward, without a special model or tape.
 """
 
 from __future__ import annotations
@@ -20,30 +19,30 @@ from tfdist.pipeline_parallel.plan import Plan
 from tfdist.pipeline_parallel.schedule import Task
 from tfdist.profiling import stages as stage_names
 
-_BACKWARD = "gradient_tape/"  # TensorFlow's, in front of the names of what a tape computes
+BACKWARD = "gradient_tape/"  # TensorFlow's prefix for the names of operations that a tape computes
 
 
-class _Thread(threading.local):
+class _ThreadState(threading.local):
     plans: Mapping[int, Plan] = {}
-    plan: Plan | None = None  # of the model that runs
+    plan: Plan | None = None  # the plan of the model that runs
     devices: Sequence[str] = ()
     call = 0
 
 
-_thread = _Thread()
+_thread = _ThreadState()
 
 
 @contextlib.contextmanager
 def on_stages(plans: Mapping[int, Plan], devices: Sequence[str]) -> Iterator[None]:
-    """In this context the models of `plans`, by the `id` of their graphs, run on `devices`, one for each stage."""
-    before = dict(vars(_thread))
+    """Within this context, the models of `plans`, by the `id` of their graphs, run on `devices`, one per stage."""
+    previous = dict(vars(_thread))
     _thread.plans, _thread.devices = plans, devices
     try:
         with keras_stages.around_operations(_begin, _around):
             yield
     finally:
         vars(_thread).clear()
-        vars(_thread).update(before)
+        vars(_thread).update(previous)
 
 
 def _begin(functional: Any) -> None:
@@ -53,30 +52,29 @@ def _begin(functional: Any) -> None:
 
 def _around(functional: Any, operation: Any, run: Callable[[], Any]) -> Any:
     plan = _thread.plan
-    if plan is None or keras_stages.functional_of(operation) is not None:  # whose own operations come here too
+    if plan is None or keras_stages.functional_of(operation) is not None:  # its inner operations are passed here too
         return run()
     if _thread.call >= len(plan.calls) or plan.calls[_thread.call].operation is not operation:
-        return run()  # of another model
+        return run()  # an operation of another model
     stage = plan.stage_of(_thread.call)
     _thread.call += 1
-    scope = tf.name_scope(stage_names.scope(stage, 0))
-    with tf.device(_thread.devices[stage]), scope:
+    with tf.device(_thread.devices[stage]), tf.name_scope(stage_names.scope(stage, 0)):
         return run()
 
 
 def scope_of(stage: int, task: Task) -> str:
-    """The name scope for operations that belong to a task of a stage beside those of the model and the tape."""
+    """Returns the name scope for additional operations of a stage's task, besides those of the model and the tape."""
     scope = stage_names.scope(stage, task.micro_batch)
-    return _BACKWARD + scope if task.direction == "backward" else scope
+    return BACKWARD + scope if task.direction == "backward" else scope
 
 
 def task_of(name: str) -> tuple[int, Task] | None:
-    """The stage and the task to which an operation of a graph belongs, by its name."""
-    found = stage_names.found_in(name)
-    if found is None:
+    """Returns the stage and the task of an operation by its name; `None` if it belongs to no task."""
+    numbers = stage_names.stage_and_micro_batch(name)
+    if numbers is None:
         return None
-    stage, micro_batch = found
-    return stage, Task("backward" if name.find(_BACKWARD) >= 0 else "forward", micro_batch)
+    stage, micro_batch = numbers
+    return stage, Task("backward" if BACKWARD in name else "forward", micro_batch)
 
 
 def place(plan: Plan, devices: Sequence[str], model: Any) -> None:

@@ -1,14 +1,14 @@
 """The order in which a stage computes the forward and backward passes of its micro-batches.
 
-| schedule | a stage computes | micro-batches whose activations it holds |
+| schedule | a stage computes | micro-batches whose activations it stores |
 |---|---|---|
 | `gpipe` | all forward passes, then all backward passes | all |
-| `1f1b` | a backward pass as soon as there is one, else a forward pass | at most one for each stage from it on |
-| `2bw` | as `1f1b`, on from one step into the next | as `1f1b` |
+| `1f1b` | a backward pass as soon as one is possible, else a forward pass | at most one per stage from it on |
+| `2bw` | as `1f1b`, and continues from one step into the next | as `1f1b` |
 
-`gpipe` is that of Huang et al. 2019 (arXiv 1811.06965), `1f1b` that of Narayanan et al. 2019 (arXiv 1806.03377), `2bw`
-that of Narayanan et al. 2021 (arXiv 2006.09503), with gradients at the weights of before the last update; see
-`tfdist.pipeline_parallel.previous_weights`.
+Sources: `gpipe`, Huang et al. 2019 (arXiv 1811.06965); `1f1b`, Narayanan et al. 2019 (arXiv 1806.03377); `2bw`,
+Narayanan et al. 2021 (arXiv 2006.09503), with gradients at the weights from before the last update; see
+`tfdist.pipeline_parallel.delayed`.
 
 Synopsis:
 
@@ -35,14 +35,14 @@ class Task:
 
 
 def tasks(schedule: str, stage: int, stages: int, micro_batches: int) -> list[Task]:
-    """What stage number `stage` of `stages` computes in a step, in order."""
+    """Returns the tasks of stage number `stage` of `stages` in a step, in order."""
     ahead = micro_batches if schedule == "gpipe" else min(stages - 1 - stage, micro_batches)
-    found = [Task("forward", index) for index in range(ahead)]
+    order = [Task("forward", index) for index in range(ahead)]
     for index in range(ahead, micro_batches):
-        found += [Task("forward", index), Task("backward", index - ahead)]
-    return found + [Task("backward", index) for index in range(micro_batches - ahead, micro_batches)]
+        order += [Task("forward", index), Task("backward", index - ahead)]
+    return order + [Task("backward", index) for index in range(micro_batches - ahead, micro_batches)]
 
 
 def bubble(stages: int, micro_batches: int) -> float:
-    """The fraction of a step in which a stage waits, if all stages take the same time."""
+    """Returns the fraction of a step in which a stage waits, if all stages take the same time."""
     return (stages - 1) / (micro_batches + stages - 1)

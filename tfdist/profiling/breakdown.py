@@ -1,16 +1,18 @@
-"""What the time of a training step is spent on, from the events of a trace.
+"""The time of a training step by activity, from the events of a trace, and what bounds the step.
 
-At each moment a step does the first of these that is true: it waits for its next batch; an operation computes; tensors
-are exchanged with other processes or devices; nothing of these runs, and the step waits, for Python, for a thread or
-for another process. Communication is thus what computation does not hide.
+At each moment, the first activity in this list that applies counts: the step waits for its next batch (input); an
+operation computes; tensors are exchanged with other processes or devices (communication); the step waits for Python, a
+thread or another process. Communication is thus only the part that computation does not hide.
 
 Synopsis:
 
     >>> steps = [(0.0, 10.0)]
     >>> operations = [Operation("conv:Conv2D", 1.0, 5.0), Operation("grads:HorovodAllreduce", 4.0, 8.0)]
-    >>> found = of_process(operations, fetches=[(0.0, 1.0)], steps=steps)
-    >>> found.input_seconds, found.compute_seconds, found.communication_seconds, found.waiting_seconds
+    >>> step = of_process(operations, fetches=[(0.0, 1.0)], steps=steps)
+    >>> step.input_seconds, step.compute_seconds, step.communication_seconds, step.waiting_seconds
     (1.0, 4.0, 3.0, 2.0)
+    >>> bound_of(step.shares())
+    'compute'
 """
 
 from __future__ import annotations
@@ -22,15 +24,25 @@ from typing import Any, NamedTuple
 
 from tfdist.profiling.stages import Span, covered
 
-# The names that `tfdist.groups` gives to what exchanges tensors in Python.
+# The names that `tfdist.groups` gives to operations that exchange tensors in Python.
 EXCHANGE, MESSAGE = "tfdist_exchange", "tfdist_message"
-# Those, and the types of the operations of TensorFlow and Horovod that do.
+# These names, and the types of TensorFlow's and Horovod's operations that exchange tensors.
 _COMMUNICATION = re.compile(f"{EXCHANGE}|{MESSAGE}|:(Horovod|Collective|Nccl|_Send|_Recv|_HostSend|_HostRecv)")
 _BEGINS, _ENDS = "ExecutorState::ProcessAsync::Start", "ExecutorState::ProcessAsync::Done"
 
+FIRST_TO_TRY = {
+    "compute": "let more devices share the batch, use `--dtype-policy mixed_bfloat16` where the hardware has it, or a "
+    "smaller model; `tfdist profile RUN` lists the layers that take longest",
+    "communication": "a larger global batch, which exchanges gradients less often; `--compression bf16`; fewer and "
+    "larger processes; a faster link",
+    "input": "prepare examples once: `cache` and `prefetch`, parallel `map`, smaller pictures, files on a faster disk",
+    "waiting": "a larger batch or fewer replicas: the operations are short compared to the time that Python, threads "
+    "and other processes take between them; tracing makes that time longer",
+}
+
 
 class Operation(NamedTuple):
-    """An operation that ran: its name and its type, `name:Type`, and when, in seconds."""
+    """An execution of an operation: its name and type as `name:Type`, and its begin and end in seconds."""
 
     name: str
     begin: float
@@ -39,7 +51,7 @@ class Operation(NamedTuple):
 
 @dataclass(frozen=True)
 class Breakdown:
-    """Seconds of a step, as the mean over the steps."""
+    """The seconds of each activity in a step, as the mean over the steps."""
 
     compute_seconds: float
     communication_seconds: float
@@ -48,52 +60,52 @@ class Breakdown:
 
     @property
     def step_seconds(self) -> float:
-        """The whole step."""
+        """The duration of a step."""
         return sum(astuple(self))
 
     def shares(self) -> dict[str, float]:
-        """The part of a step of each kind, 0 to 1."""
+        """Returns the share of each activity in a step, 0 to 1."""
         kinds = ("compute", "communication", "input", "waiting")
         return {kind: getattr(self, f"{kind}_seconds") / self.step_seconds for kind in kinds}
 
 
 def is_communication(name: str) -> bool:
-    """Whether an operation, `name:Type`, exchanges tensors with other processes or devices."""
+    """Whether an operation `name:Type` exchanges tensors with other processes or devices."""
     return _COMMUNICATION.search(name) is not None
 
 
 def of_process(operations: Sequence[Operation], fetches: Sequence[Span], steps: Sequence[Span]) -> Breakdown | None:
-    """What a process does in its `steps`; `None` if there is no step, or no operation in any.
+    """Returns the breakdown of a process's `steps`; `None` if there are no steps, or no computation in any.
 
     Args:
-        operations: that ran, also those outside of steps.
-        fetches: when it waited for a batch.
-        steps: begin and end of each step, in seconds.
+        operations: the operations that ran, including those outside of steps.
+        fetches: the spans in which it waited for a batch.
+        steps: the begin and end of each step in seconds.
     """
-    exchanges = [(one.begin, one.end) for one in operations if is_communication(one.name)]
-    computing = [(one.begin, one.end) for one in operations if not is_communication(one.name)]
+    exchanges = [(operation.begin, operation.end) for operation in operations if is_communication(operation.name)]
+    computing = [(operation.begin, operation.end) for operation in operations if not is_communication(operation.name)]
     total = [0.0, 0.0, 0.0, 0.0]
     for begin, end in steps:
         waits = covered(fetches, begin, end)
         busy = covered([*fetches, *computing], begin, end)
-        all_told = covered([*fetches, *computing, *exchanges], begin, end)
-        of_step = (busy - waits, all_told - busy, waits, end - begin - all_told)
-        total = [sum(pair) for pair in zip(total, of_step, strict=True)]
+        active = covered([*fetches, *computing, *exchanges], begin, end)
+        seconds = (busy - waits, active - busy, waits, end - begin - active)
+        total = [sum(pair) for pair in zip(total, seconds, strict=True)]
     if not steps or not total[0]:
         return None
-    return Breakdown(*(one / len(steps) for one in total))
+    return Breakdown(*(seconds / len(steps) for seconds in total))
 
 
-def of_all(found: Sequence[Breakdown]) -> Breakdown | None:
-    """The mean over processes; `None` without any."""
-    if not found:
+def of_all(breakdowns: Sequence[Breakdown]) -> Breakdown | None:
+    """Returns the mean over processes; `None` if there are none."""
+    if not breakdowns:
         return None
-    return Breakdown(*(sum(column) / len(found) for column in zip(*map(astuple, found), strict=True)))
+    return Breakdown(*(sum(column) / len(breakdowns) for column in zip(*map(astuple, breakdowns), strict=True)))
 
 
 def operations_of(events: Sequence[Mapping[str, Any]]) -> list[Operation]:
-    """The operations among the events of the trace viewer, asynchronous ones from their start to their end."""
-    found = []
+    """Returns the operations among the trace viewer's events, asynchronous ones from their start to their end."""
+    operations = []
     begun: dict[tuple[str, str], list[float]] = {}
     for event in sorted(events, key=lambda event: float(event["ts"])):
         arguments, begin = event.get("args", {}), event["ts"] / 1e6
@@ -103,14 +115,26 @@ def operations_of(events: Sequence[Mapping[str, Any]]) -> list[Operation]:
             if event["name"] == _BEGINS:
                 begun.setdefault(key, []).append(begin)
             elif begun.get(key):
-                found.append(Operation(name, begun[key].pop(0), begin))
-        # Operations of the input pipeline, which runs beside the steps, belong to no group.
+                operations.append(Operation(name, begun[key].pop(0), begin))
+        # Operations of the input pipeline, which runs in parallel to the steps, belong to no group.
         elif "group_id" in arguments and (name := arguments.get("long_name", "")).endswith(f":{event['name']}"):
-            found.append(Operation(name, begin, begin + event.get("dur", 0) / 1e6))
-    return found
+            operations.append(Operation(name, begin, begin + event.get("dur", 0) / 1e6))
+    return operations
 
 
-def as_text(found: Breakdown) -> str:
-    """A line."""
-    parts = ", ".join(f"{share:.0%} {kind}" for kind, share in found.shares().items())
-    return f"A step of {found.step_seconds * 1e3:.2f} ms: {parts}"
+def as_text(breakdown: Breakdown) -> str:
+    """Returns the breakdown as a line of text."""
+    parts = ", ".join(f"{share:.0%} {kind}" for kind, share in breakdown.shares().items())
+    return f"A step of {breakdown.step_seconds * 1e3:.2f} ms: {parts}"
+
+
+def bound_of(shares: Mapping[str, float]) -> str:
+    """Returns the activity with the largest share."""
+    return max(shares, key=lambda kind: shares[kind])
+
+
+def advice(shares: Mapping[str, float]) -> str:
+    """Returns a sentence on what bounds the step, and one on what to try first."""
+    kind = bound_of(shares)
+    what = "The step is bound by waiting (latency)" if kind == "waiting" else f"The step is bound by {kind}"
+    return f"{what}: {shares[kind]:.0%} of its time.\nTry first: {FIRST_TO_TRY[kind]}."

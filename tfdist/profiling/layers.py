@@ -1,7 +1,7 @@
-"""Costs of operations by layer and by kind, read off the names that TensorFlow and Keras give to operations.
+"""The costs of operations by layer and by type, derived from the names of the operations.
 
-Keras opens the scope of a layer for each call, and TensorFlow appends a number to a scope that is there already: when a
-step is traced, `cnn_1/conv2d_1` is the layer `conv2d` of the model `cnn`. The last number is then left out.
+Keras opens the scope of a layer for each call, and TensorFlow appends a number to a scope that already exists: when a
+step is traced, `cnn_1/conv2d_1` is the layer `conv2d` of the model `cnn`. In this case the last number is removed.
 
 Synopsis:
 
@@ -29,12 +29,12 @@ if TYPE_CHECKING:
 UPDATE, LOSS, INPUT = "update of the weights", "loss", "input pipeline"
 COMMUNICATION, OTHER = "communication", "other operations of the step"
 _NUMBER = re.compile(r"_\d+$")
-# What a loop in a graph puts before the names of what it runs.
+# The prefix of the names of operations in a loop.
 _LOOP = re.compile(r"^.*\bwhile/(?:body/_\d+/)?(?:while/)?")
 
 
 def layer_of(name: str, kind: str) -> str:
-    """The layer of the operation `name` of the type `kind`, with its direction; else what the operation is for."""
+    """Returns the layer of the operation `name` of the type `kind`, with its direction, or else its purpose."""
     if is_communication(f"{name}:{kind}"):
         return COMMUNICATION
     if kind == "Dataset" or kind.startswith("Iterator"):
@@ -45,7 +45,7 @@ def layer_of(name: str, kind: str) -> str:
     first, *inside = _LOOP.sub("", name).removeprefix("gradient_tape/").split("/")
     if first == "compile_loss":
         return LOSS
-    if len(inside) < 2:  # of no layer
+    if len(inside) < 2:  # not in the scope of a layer
         return OTHER
     layer = inside[0]
     if _NUMBER.search(first):
@@ -54,22 +54,22 @@ def layer_of(name: str, kind: str) -> str:
 
 
 def kind_of(kind: str) -> str:
-    """The type of an operation, without what says whose kernel it is."""
+    """Returns the type of an operation without the prefix of its kernel's library."""
     return re.sub(r"^_?(Mkl)?(Native)?", "", kind)
 
 
 def by_layer(ops: Iterable[OpCost]) -> dict[str, float]:
-    """The share of each layer and direction, 0 to 1, the largest first."""
+    """Returns the share of each layer and direction, 0 to 1, the largest first."""
     return _summed(ops, lambda op: layer_of(op.name, op.type))
 
 
 def by_kind(ops: Iterable[OpCost]) -> dict[str, float]:
-    """The share of each type of operation, 0 to 1, the largest first."""
+    """Returns the share of each type of operation, 0 to 1, the largest first."""
     return _summed(ops, lambda op: kind_of(op.type))
 
 
-def _summed(ops: Iterable[OpCost], of: Callable[[OpCost], str]) -> dict[str, float]:
-    found: dict[str, float] = {}
+def _summed(ops: Iterable[OpCost], key: Callable[[OpCost], str]) -> dict[str, float]:
+    shares: dict[str, float] = {}
     for op in ops:
-        found[of(op)] = found.get(of(op), 0.0) + op.share
-    return dict(sorted(found.items(), key=lambda item: item[1], reverse=True))
+        shares[key(op)] = shares.get(key(op), 0.0) + op.share
+    return dict(sorted(shares.items(), key=lambda item: item[1], reverse=True))

@@ -1,9 +1,9 @@
-"""Traces of other processes that have a server of TensorFlow's: it takes one when it is asked to.
+"""Traces of other processes that run a TensorFlow server, which records a trace on request.
 
-The server answers on the port that it has anyway, and sends the trace back, so the processes need no common disk.
+The request uses the server's existing port, and the trace is sent back, so the processes need no shared disk.
 
-Source: `tsl/profiler/protobuf/profiler_service.proto` and `profiler_options.proto`; of the first TensorFlow brings no
-Python module.
+Source: `tsl/profiler/protobuf/profiler_service.proto` and `profiler_options.proto`; TensorFlow has no Python module
+for the former.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-# A server that is not told to stop does so by itself.
+# A server stops by itself after this time.
 LONGEST_MILLISECONDS = 600_000
-# No answer says that a trace has begun, and a few steps may last no longer than a connection takes.
+# The server does not confirm that a trace has begun, and a few steps may take no longer than connecting.
 SECONDS_TO_START = 2.0
 SECONDS_TO_STOP = 5.0
-SECONDS_TO_SEND = 30.0  # all of them together
+SECONDS_TO_SEND = 30.0  # for all traces together
 
 _SERVICE = "/tensorflow.ProfilerService"
-# As `tf.profiler.experimental.start` has them.
+# The options of `tf.profiler.experimental.start`.
 _OPTIONS = {
     "version": 1,
     "include_dataset_ops": True,
@@ -33,7 +33,7 @@ _OPTIONS = {
     "device_tracer_level": 1,
     "duration_ms": LONGEST_MILLISECONDS,
 }
-# name: (number, type) of the fields that are used here.
+# The messages with the number and type of each field that is used here.
 _MESSAGES = {
     "ProfileRequest": {
         "duration_ms": (1, "UINT64"),
@@ -48,14 +48,14 @@ _MESSAGES = {
         "version": (5, "UINT32"),
         "duration_ms": (9, "UINT64"),
     },
-    "ProfileResponse": {"xspace": (8, "BYTES")},  # a message, which nobody here looks into
+    "ProfileResponse": {"xspace": (8, "BYTES")},  # a message that is not parsed here
     "TerminateRequest": {"session_id": (1, "STRING")},
     "TerminateResponse": {},
 }
 
 
 class RemoteTraces:
-    """Traces of the processes at `addresses`, such as `{"worker-0": "10.0.0.2:2222"}`, which begin with this."""
+    """Starts traces of the processes at `addresses`, such as `{"worker-0": "10.0.0.2:2222"}`."""
 
     def __init__(self, addresses: Mapping[str, str]):
         import grpc
@@ -73,7 +73,7 @@ class RemoteTraces:
         time.sleep(SECONDS_TO_START)
 
     def stop(self, folder: str | os.PathLike[str]) -> None:
-        """Ends the traces and writes them as `folder/<name>.xplane.pb`; warns of a process that has none to give."""
+        """Ends the traces and writes them as `folder/<name>.xplane.pb`; warns if a process sends none."""
         import grpc
 
         Path(folder).mkdir(parents=True, exist_ok=True)
@@ -82,11 +82,11 @@ class RemoteTraces:
             for channel in self._channels.values()
         ]
         for stopped in stopping:
-            stopped.exception()  # waits; who cannot be stopped has no answer either
-        until = time.monotonic() + SECONDS_TO_SEND
+            stopped.exception()  # waits; an error here shows below too, since there is no trace then
+        deadline = time.monotonic() + SECONDS_TO_SEND
         for name, answer in self._answers.items():
             try:
-                trace = answer.result(max(0.0, until - time.monotonic())).xspace
+                trace = answer.result(max(0.0, deadline - time.monotonic())).xspace
                 Path(folder, f"{name}.xplane.pb").write_bytes(trace)
             except (grpc.RpcError, grpc.FutureTimeoutError) as error:
                 warnings.warn(f"No trace of {name}: {_reason(error)}", stacklevel=2)
@@ -111,9 +111,9 @@ def _method(channel: Any, name: str) -> Any:
 def _message(name: str) -> Any:
     from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 
-    one = descriptor_pb2.FieldDescriptorProto
+    proto = descriptor_pb2.FieldDescriptorProto
     fields = [
-        one(name=field, number=number, type=getattr(one, f"TYPE_{kind}"), label=one.LABEL_OPTIONAL)
+        proto(name=field, number=number, type=getattr(proto, f"TYPE_{kind}"), label=proto.LABEL_OPTIONAL)
         for field, (number, kind) in _MESSAGES[name].items()
     ]
     file = descriptor_pb2.FileDescriptorProto(

@@ -1,12 +1,12 @@
-"""What a trace says of the stages of a pipeline: how long each computes in a step, and the bubble.
+"""The stages of a pipeline in a trace: how long each one computes in a step, and the bubble.
 
-The names of a stage's operations carry the numbers of the stage and of the micro-batch.
+The names of a stage's operations contain the numbers of the stage and of the micro-batch.
 
 Synopsis:
 
     >>> scope(1, 0)
     'tfdist_stage_1_micro_batch_0'
-    >>> found_in("gradient_tape/cnn/tfdist_stage_1_micro_batch_0_2/dense/MatMul")
+    >>> stage_and_micro_batch("gradient_tape/cnn/tfdist_stage_1_micro_batch_0_2/dense/MatMul")
     (1, 0)
     >>> busy([("cnn/tfdist_stage_0_micro_batch_0/add:Add", 0.0, 1.0)], [(0.0, 4.0)]).seconds
     (1.0,)
@@ -22,17 +22,18 @@ Span = tuple[float, float]  # begin and end, in seconds
 
 _SCOPE = "tfdist_stage_{stage}_micro_batch_{micro_batch}"
 _IN_SCOPE = re.compile(r"tfdist_stage_(\d+)_micro_batch_(\d+)")
-# Between devices and, in Python, between processes: they wait.
+# Transfers between devices and, in Python, between processes, which mostly wait.
 _TRANSFERS = (":_Send", ":_Recv", ":PyFuncStateless")
 
 
 @dataclass(frozen=True)
 class Busy:
-    """What the stages of a pipeline do in a step, as the mean over the steps.
+    """How long the stages of a pipeline compute in a step, as the mean over the steps.
 
     Attributes:
-        seconds: in which each stage computes.
-        pass_seconds: from the first operation of a stage to the last one: the step without the update.
+        seconds: the time that each stage computes.
+        pass_seconds: the time from the first operation of any stage to the last one, which is the step without the
+            update.
         micro_batches: the number of micro-batches.
     """
 
@@ -47,41 +48,41 @@ class Busy:
 
     @property
     def even_bubble(self) -> float:
-        """The bubble of stages that take the same time, (S - 1) / (M + S - 1)."""
+        """The bubble if all stages took the same time, (S - 1) / (M + S - 1)."""
         stages = len(self.seconds)
         return (stages - 1) / (self.micro_batches + stages - 1)
 
 
 def scope(stage: int, micro_batch: int) -> str:
-    """The name scope of a micro-batch in a stage."""
+    """Returns the name scope of a micro-batch in a stage."""
     return _SCOPE.format(stage=stage, micro_batch=micro_batch)
 
 
 def without(name: str) -> str:
-    """The name of an operation that is computed in no stage in particular."""
+    """Returns `name` without the numbers of stage and micro-batch, for an operation of no particular stage."""
     return _IN_SCOPE.sub("tfdist_shared", name)
 
 
-def found_in(name: str) -> tuple[int, int] | None:
-    """The stage and the micro-batch to which an operation belongs by its name; `None` for an operation of no stage."""
-    found = _IN_SCOPE.search(name)  # the outermost scope is that of the micro-batch
-    return (int(found[1]), int(found[2])) if found else None
+def stage_and_micro_batch(name: str) -> tuple[int, int] | None:
+    """Returns the stage and the micro-batch of an operation by its name; `None` for an operation of no stage."""
+    match = _IN_SCOPE.search(name)  # the outermost scope is that of the micro-batch
+    return (int(match[1]), int(match[2])) if match else None
 
 
 def busy(events: Sequence[tuple[str, float, float]], steps: Sequence[Span]) -> Busy | None:
-    """What the stages do in `steps`; `None` where no operation of a stage ran in them.
+    """Returns how long the stages compute in `steps`; `None` if no operation of a stage ran in them.
 
     Args:
-        events: name, begin and end in seconds of operations.
-        steps: begin and end of each step.
+        events: the name, begin and end of each operation, in seconds.
+        steps: the begin and end of each step, in seconds.
     """
     members: dict[int, list[Span]] = {}
     micro_batches = 0
     for name, begin, end in events:
-        place = None if name.endswith(_TRANSFERS) else found_in(name)
-        if place is not None:
-            members.setdefault(place[0], []).append((begin, end))
-            micro_batches = max(micro_batches, place[1] + 1)
+        numbers = None if name.endswith(_TRANSFERS) else stage_and_micro_batch(name)
+        if numbers is not None:
+            members.setdefault(numbers[0], []).append((begin, end))
+            micro_batches = max(micro_batches, numbers[1] + 1)
     passes = []
     for begin, end in steps:
         inside = [span for spans in members.values() for span in spans if begin <= span[0] and span[1] <= end]
@@ -89,38 +90,36 @@ def busy(events: Sequence[tuple[str, float, float]], steps: Sequence[Span]) -> B
             passes.append((min(first for first, _ in inside), max(last for _, last in inside)))
     if not passes:
         return None
-    seconds = [sum(covered(members.get(stage, ()), *one) for one in passes) for stage in range(max(members) + 1)]
-    total = sum(end - begin for begin, end in passes)
-    return Busy(tuple(one / len(passes) for one in seconds), total / len(passes), micro_batches)
+    totals = [sum(covered(members.get(stage, ()), *span) for span in passes) for stage in range(max(members) + 1)]
+    pass_total = sum(end - begin for begin, end in passes)
+    return Busy(tuple(total / len(passes) for total in totals), pass_total / len(passes), micro_batches)
 
 
-def of_all(found: Sequence[Busy]) -> Busy:
-    """What the stages of several processes do: of a stage that is in several, the mean."""
-    count = max(len(one.seconds) for one in found)
-    by_stage = [[one.seconds[stage] for one in found if one.seconds[stage:]] for stage in range(count)]
+def of_all(processes: Sequence[Busy]) -> Busy:
+    """Combines the stages of several processes; a stage that runs in several of them has the mean of their times."""
+    count = max(len(process.seconds) for process in processes)
+    by_stage = [[process.seconds[stage] for process in processes if process.seconds[stage:]] for stage in range(count)]
     seconds = [sum(times) / max(1, sum(time > 0 for time in times)) for times in by_stage]
-    longest = max(one.pass_seconds for one in found)
-    return Busy(tuple(seconds), longest, max(one.micro_batches for one in found))
+    longest = max(process.pass_seconds for process in processes)
+    return Busy(tuple(seconds), longest, max(process.micro_batches for process in processes))
 
 
 def covered(spans: Sequence[Span], begin: float, end: float) -> float:
-    """How much of begin to end is covered by any of `spans`, which may overlap."""
-    found, reached = 0.0, begin
+    """Returns how much of the time from `begin` to `end` is covered by any of `spans`, which may overlap."""
+    total, reached = 0.0, begin
     for span_begin, span_end in sorted(spans):
-        fresh_begin, fresh_end = max(span_begin, reached), min(span_end, end)
-        if fresh_end > fresh_begin:
-            found += fresh_end - fresh_begin
-            reached = fresh_end
-    return found
+        new_begin, new_end = max(span_begin, reached), min(span_end, end)
+        if new_end > new_begin:
+            total += new_end - new_begin
+            reached = new_end
+    return total
 
 
-def as_text(found: Busy) -> str:
-    """A line for each stage, and one for the bubble."""
+def as_text(busy: Busy) -> str:
+    """Returns a line of text for each stage, and one for the bubble."""
     lines = [
-        f"stage {stage} computes {seconds * 1e3:.2f} ms, {seconds / found.pass_seconds:.0%} of the passes of a step"
-        for stage, seconds in enumerate(found.seconds)
+        f"stage {stage} computes {seconds * 1e3:.2f} ms, {seconds / busy.pass_seconds:.0%} of the passes of a step"
+        for stage, seconds in enumerate(busy.seconds)
     ]
-    bubble = (
-        f"bubble {found.bubble:.0%}; {found.even_bubble:.0%} with {found.micro_batches} micro-batches and even stages"
-    )
+    bubble = f"bubble {busy.bubble:.0%}; {busy.even_bubble:.0%} with {busy.micro_batches} micro-batches and even stages"
     return "\n".join([*lines, bubble])

@@ -1,7 +1,6 @@
-"""Traces of training steps, and what they say: the most expensive ops, and the wait for input.
+"""Records and summarizes traces of training steps: the most expensive ops, and the wait for input.
 
-A trace is written as TensorBoard's Profile plugin reads it:
-`<log_dir>/plugins/profile/<time>/<host>.xplane.pb`.
+A trace has the format of TensorBoard's Profile plugin: `<log_dir>/plugins/profile/<time>/<host>.xplane.pb`.
 
 Synopsis:
 
@@ -15,17 +14,17 @@ Synopsis:
 
 `python -m tfdist.profiling.trace LOG_DIR` prints the same as a table.
 
-What xprof knows depends on the device. On a CPU, measured with TensorFlow 2.21 and xprof 2.24: overview page,
-input pipeline, framework op stats, memory profile and trace viewer have figures; op profile, HLO stats and
-roofline answer, but their trees are empty, because they are filled from a GPU's or TPU's own timeline, also
-with XLA; memory viewer and graph viewer need a step compiled by XLA (`jit_compile=True`), whose ops are then
-missing from framework op stats.
+Which of xprof's tools have data depends on the device. On a CPU, with TensorFlow 2.21 and xprof 2.24, the overview
+page, input pipeline, framework op stats, memory profile and trace viewer have data. Op profile, HLO stats and roofline
+are empty, also with XLA, because they need a GPU's or TPU's timeline. Memory viewer and graph viewer need a step that
+is compiled by XLA (`jit_compile=True`), whose ops are then missing from framework op stats.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 import json
 import os
 import re
@@ -42,7 +41,7 @@ from tfdist.errors import RunFolderError, UsageError
 from tfdist.profiling import breakdown, stages
 
 _MARKER = "train"
-# The op that waits for the next batch; the second is what a `for` loop over a dataset in a graph runs.
+# The ops that wait for the next batch; the second one belongs to a `for` loop over a dataset in a graph.
 _WAITS_FOR_INPUT = ("IteratorGetNextOp::DoCompute", "IteratorGetNextAsOptionalOp::DoCompute")
 
 
@@ -51,10 +50,10 @@ class OpCost:
     """The cost of one op in a trace.
 
     Attributes:
-        name: its name in the graph, the same for all replicas.
-        type: its TensorFlow type; `Dataset` for a stage of the input pipeline.
-        share: its part of all ops' self time, 0 to 1.
-        self_microseconds: time in the op itself, without the ops it calls, over the whole trace and all replicas.
+        name: the name in the graph, the same for all replicas.
+        type: the TensorFlow type; `Dataset` for a stage of the input pipeline.
+        share: the share of the self time of all ops, 0 to 1.
+        self_microseconds: the time in the op itself, without the ops it calls, over the whole trace and all replicas.
     """
 
     name: str
@@ -65,18 +64,18 @@ class OpCost:
 
 @dataclass(frozen=True)
 class Summary:
-    """What a trace says.
+    """The summary of a trace.
 
     Attributes:
-        ops: the most expensive ops, the dearest first. With a GPU those that ran there, else those of the
-            CPU, the input pipeline's threads included.
-        input_share: the part of a step that waited for input, 0 to 1, over all traced steps but the first; None where
-            the trace holds no step markers.
+        ops: the most expensive ops in descending order: the ops on the GPU if there is one, else those on the CPU,
+            including the input pipeline's threads.
+        input_share: the share of a step that waited for input, 0 to 1, over all traced steps but the first; `None` if
+            the trace has no step markers.
         steps: the number of traced steps.
-        step_seconds: their mean duration; tracing makes short steps longer.
-        stages: what the stages of a pipeline do; None where there are none.
-        breakdown: what a step is spent on, without the first one, and without the last one of three or more; None
-            without markers of steps, and with a GPU, whose kernels are on time lines of their own.
+        step_seconds: the mean duration of a step; tracing makes short steps longer.
+        stages: the computation times of a pipeline's stages; `None` if there is no pipeline.
+        breakdown: the time of a step by activity, without the first step, and without the last one of three or more;
+            `None` without step markers, and with a GPU, whose kernels are on separate timelines.
     """
 
     ops: tuple[OpCost, ...]
@@ -88,7 +87,7 @@ class Summary:
 
 
 def start(log_dir: str | os.PathLike[str]) -> None:
-    """Starts a trace; one at a time in a process.
+    """Starts a trace; a process can record one at a time.
 
     Raises:
         UsageError: a trace is already running.
@@ -99,7 +98,7 @@ def start(log_dir: str | os.PathLike[str]) -> None:
         tf.profiler.experimental.start(os.fspath(log_dir))
     except tf.errors.AlreadyExistsError:
         raise UsageError(
-            f"A trace cannot be written to `{os.fspath(log_dir)}`: another one is running in this process",
+            f"A trace cannot be written to `{os.fspath(log_dir)}`: another trace is running in this process",
             "profile with one tool at a time, and leave `profile_batch` of the TensorBoard callback at 0",
         ) from None
 
@@ -112,23 +111,23 @@ def stop() -> None:
 
 
 def folder_of(log_dir: str | os.PathLike[str], run: str) -> Path:
-    """Where the traces of one run are, a file a host."""
+    """Returns the folder with the traces of a run, which has one file per host."""
     return Path(log_dir, "plugins", "profile", run)
 
 
 def put_beside(own_dir: str | os.PathLike[str], log_dir: str | os.PathLike[str], run: str, name: str) -> None:
-    """Moves the traces below `own_dir` to those of the other processes below `log_dir`, as hosts of one run."""
-    together = folder_of(log_dir, run)
-    together.mkdir(parents=True, exist_ok=True)
+    """Moves the traces in `own_dir` to those of the other processes in `log_dir`, as hosts of one run."""
+    folder = folder_of(log_dir, run)
+    folder.mkdir(parents=True, exist_ok=True)
     for path in Path(own_dir).glob("plugins/profile/*/*.xplane.pb"):
         host = path.name.removesuffix(".xplane.pb")
-        shutil.move(path, together / f"{host}-{name}.xplane.pb")
+        shutil.move(path, folder / f"{host}-{name}.xplane.pb")
     shutil.rmtree(own_dir)
 
 
 @contextlib.contextmanager
 def trace(log_dir: str | os.PathLike[str]) -> Iterator[None]:
-    """Traces what runs inside.
+    """Traces the code within this context.
 
     Raises:
         UsageError: a trace is already running.
@@ -141,22 +140,22 @@ def trace(log_dir: str | os.PathLike[str]) -> Iterator[None]:
 
 
 def step_marker(number: int) -> AbstractContextManager[Any]:
-    """Marks what runs inside as training step `number`."""
+    """Marks the code within this context as training step `number`."""
     import tensorflow as tf
 
     return tf.profiler.experimental.Trace(_MARKER, step_num=number, _r=1)
 
 
 def summarize(log_dir: str | os.PathLike[str], top: int | None = 10) -> Summary:
-    """Reads the newest trace below `log_dir`, without TensorFlow.
+    """Summarizes the newest trace in `log_dir`, without TensorFlow.
 
-    The wait for input is what the input pipeline analyzer finds. It finds no steps where the traced graph
-    contains a `while` loop (it takes the loop's turns for steps); then the time that the steps spent in the
-    ops that fetch the next batch is used.
+    The wait for input comes from xprof's input pipeline analyzer. The analyzer finds no steps if the traced graph
+    contains a `while` loop, whose iterations it takes for steps; then the time in the ops that fetch the next batch is
+    used.
 
     Args:
-        log_dir: the folder that the trace was written to.
-        top: how many ops to name; `None` names all.
+        log_dir: the folder to which the trace was written.
+        top: the number of ops to list; `None` lists all.
 
     Raises:
         RunFolderError: there is no trace, or it cannot be read.
@@ -166,17 +165,17 @@ def summarize(log_dir: str | os.PathLike[str], top: int | None = 10) -> Summary:
         table = _tool(links, "framework_op_stats")
         ops = _op_costs(table)
         events = [_events(file) for file in files]
-        marked = [_marked_steps(one) for one in events]
-        steps = _analyzed_steps(_tool(links, "input_pipeline_analyzer")) or [step for one in marked for step in one]
+        marked = list(map(_marked_steps, events))
+        steps = _analyzed_steps(_tool(links, "input_pipeline_analyzer")) or list(itertools.chain(*marked))
     if not ops and not steps:
-        raise _unreadable(files, "it names no op and no step")
-    # In the first one TensorFlow may still build a graph, beside which every wait is short.
+        raise _unreadable(files, "it contains no op and no step")
+    # In the first step TensorFlow may still trace a graph, compared to which every wait is short.
     usual = steps[1:] or steps
     total, waiting = sum(step for step, _ in usual), sum(wait for _, wait in usual)
     return Summary(
         ops=tuple(ops[:top]),
         input_share=waiting / total if total else None,
-        # xprof leaves out steps whose beginning or end it does not find in the threads of every replica.
+        # xprof omits steps whose begin or end it does not find in the threads of every replica.
         steps=max(map(len, marked)) or len(steps),
         step_seconds=total / len(usual) if usual else None,
         stages=_busy_stages(events),
@@ -185,28 +184,31 @@ def summarize(log_dir: str | os.PathLike[str], top: int | None = 10) -> Summary:
 
 
 def _busy_stages(events_of: Sequence[Sequence[Mapping[str, Any]]]) -> stages.Busy | None:
-    """What the stages do in all traced steps but the first, in which TensorFlow may build a graph."""
-    found = []
+    """Summarizes the stages over all traced steps but the first, in which TensorFlow may trace a graph."""
+    processes = []
     for events in events_of:
         named = [(event.get("args", {}).get("long_name", ""), *_span(event)) for event in events]
-        found.append(stages.busy(named, [_span(event) for event in events if _is_marker(event)][1:]))
-    there = [one for one in found if one is not None]
-    return stages.of_all(there) if there else None
+        busy = stages.busy(named, [_span(event) for event in events if _is_marker(event)][1:])
+        if busy is not None:
+            processes.append(busy)
+    return stages.of_all(processes) if processes else None
 
 
 def _breakdown(events_of: Sequence[Sequence[Mapping[str, Any]]]) -> breakdown.Breakdown | None:
-    """What the traced steps between the first and the last are spent on, in the processes that mark their steps."""
-    found = []
+    """Breaks down the traced steps between the first and the last, over the processes that mark their steps."""
+    processes = []
     for events in events_of:
         steps = [_span(event) for event in events if _is_marker(event)][1:]
-        # A thread that is late in closing its last events loses them when the trace ends, and the last step with them.
-        whole = steps[:-1] or steps
-        found.append(breakdown.of_process(breakdown.operations_of(events), _fetches(events), whole))
-    return breakdown.of_all([one for one in found if one is not None])
+        # A thread that closes its last events late loses them when the trace ends, so the last step is incomplete.
+        complete = steps[:-1] or steps
+        process = breakdown.of_process(breakdown.operations_of(events), _fetches(events), complete)
+        if process is not None:
+            processes.append(process)
+    return breakdown.of_all(processes)
 
 
 def _newest_trace(log_dir: Path) -> list[str]:
-    """The newest trace's files, one for each machine."""
+    """Returns the newest trace's files, one per host."""
     files = sorted(log_dir.glob("**/plugins/profile/*/*.xplane.pb"))
     if not files:
         raise RunFolderError(
@@ -219,7 +221,7 @@ def _newest_trace(log_dir: Path) -> list[str]:
 
 @contextlib.contextmanager
 def _aside(files: Sequence[str]) -> Iterator[list[str]]:
-    """Links to `files` in a folder of their own, where xprof may leave what it saves."""
+    """Creates links to `files` in a temporary folder, in which xprof may save its results."""
     with tempfile.TemporaryDirectory(prefix="tfdist-profile-") as folder:
         links = [Path(folder, Path(file).name) for file in files]
         for link, file in zip(links, files, strict=True):
@@ -228,14 +230,14 @@ def _aside(files: Sequence[str]) -> Iterator[list[str]]:
 
 
 def _tool(files: Sequence[str], name: str) -> Any:
-    """What one of the Profile plugin's tools has to say about `files`, as parsed JSON."""
+    """Returns the output of one of the Profile plugin's tools for `files`, as parsed JSON."""
     from xprof.convert import raw_to_tool_data
 
-    # Saved results would be left in the run's folder, and be read again after the files have changed.
-    answer, _ = raw_to_tool_data.xspace_to_tool_data(files, name, {"use_saved_result": False})
-    if not answer:
-        raise _unreadable(files, f"xprof's `{name}` gives no answer")
-    return json.loads(answer)
+    # Saved results would be read again after the files have changed.
+    output, _ = raw_to_tool_data.xspace_to_tool_data(files, name, {"use_saved_result": False})
+    if not output:
+        raise _unreadable(files, f"xprof's `{name}` returns nothing")
+    return json.loads(output)
 
 
 def _unreadable(files: Sequence[str], reason: str) -> RunFolderError:
@@ -246,7 +248,7 @@ def _unreadable(files: Sequence[str], reason: str) -> RunFolderError:
 
 
 def _rows(table: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The rows of a Google chart's table, by column."""
+    """Returns the rows of a Google chart's table, as dicts by column."""
     columns = [column["id"] for column in table["cols"]]
     return [dict(zip(columns, (cell.get("v") for cell in row["c"]), strict=True)) for row in table.get("rows", [])]
 
@@ -272,13 +274,13 @@ def _is_on_device(row: Mapping[str, Any]) -> bool:
 
 
 def _on_any_replica(operation: str) -> str:
-    """The name of an operation without the replica that TensorFlow's strategies put into it."""
+    """Returns the name of an operation without the replica number that TensorFlow's strategies put into it."""
     without_scope = re.sub(r"(^|/)replica_\d+/", r"\1", operation)
     return re.sub(r"/update_\d+((?:_\d+)?/ResourceApply)", r"/update\1", without_scope)
 
 
 def _analyzed_steps(tables: Sequence[Mapping[str, Any]]) -> list[tuple[float, float]]:
-    """Seconds of each step, and of its wait for input, as the input pipeline analyzer has them."""
+    """Returns the seconds of each step and of its wait for input, from the input pipeline analyzer."""
     for table in tables:
         if {"stepTimeMs", "infeedTimeMs"} <= {column["id"] for column in table["cols"]}:
             return [(row["stepTimeMs"] / 1e3, row["infeedTimeMs"] / 1e3) for row in _rows(table)]
@@ -291,7 +293,7 @@ def _events(file: str) -> list[dict[str, Any]]:
 
 
 def _marked_steps(events: Sequence[Mapping[str, Any]]) -> list[tuple[float, float]]:
-    """The same from the events of one machine: its step markers, and the fetching that overlaps them."""
+    """Returns the same from the events of one host: its step markers, and the fetches that overlap them."""
     fetches = _fetches(events)
     steps = [_span(event) for event in events if _is_marker(event)]
     return [(end - begin, stages.covered(fetches, begin, end)) for begin, end in steps]
@@ -306,35 +308,35 @@ def _is_marker(event: Mapping[str, Any]) -> bool:
 
 
 def _span(event: Mapping[str, Any]) -> tuple[float, float]:
-    """Begin and end in seconds."""
+    """Returns the begin and end in seconds."""
     return event["ts"] / 1e6, (event["ts"] + event.get("dur", 0)) / 1e6
 
 
 @contextlib.contextmanager
 def _silent_stderr() -> Iterator[None]:
-    """Keeps the dozens of lines that xprof's C++ writes for each question off the terminal."""
+    """Hides the dozens of lines that xprof's C++ code writes to stderr for each tool."""
     sys.stderr.flush()
-    saved, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nowhere, 2)
+    saved, null = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    os.dup2(null, 2)
     try:
         yield
     finally:
         os.dup2(saved, 2)
         os.close(saved)
-        os.close(nowhere)
+        os.close(null)
 
 
 def as_text(summary: Summary) -> str:
-    """The summary as lines of text: a row for each op, whose name comes last and whole."""
+    """Returns the summary as lines of text, with a row per op, whose name comes last and is not shortened."""
     rows = [("share", "self time", "type", "op")]
     rows += [(f"{op.share:.1%}", f"{op.self_microseconds / 1e3:.2f} ms", op.type, op.name) for op in summary.ops]
     share, time, kind, _ = (max(map(len, column)) for column in zip(*rows, strict=True))
     lines = [f"{s:>{share}}  {t:>{time}}  {k:<{kind}}  {name}" for s, t, k, name in rows]
     title = f"The {len(summary.ops)} most expensive ops of {summary.steps} steps, summed over replicas"
     waited = "" if summary.input_share is None else f"\n{summary.input_share:.1%} of a step waited for input"
-    of_step = "" if summary.breakdown is None else "\n" + breakdown.as_text(summary.breakdown)
-    of_stages = "" if summary.stages is None else "\n" + stages.as_text(summary.stages)
-    return "\n".join([title, *lines]) + waited + of_step + of_stages
+    step_text = "" if summary.breakdown is None else "\n" + breakdown.as_text(summary.breakdown)
+    stages_text = "" if summary.stages is None else "\n" + stages.as_text(summary.stages)
+    return "\n".join([title, *lines]) + waited + step_text + stages_text
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@
 
 The speed ratios come from epochs of the same round, with an interval; if the interval includes 1, input costs nothing.
 In the remaining time, a trace of steps with synthetic input separates compute from communication; the rest is waiting,
-that is, latency. The largest part bounds the training, as in `tfdist.profiling.bounds`.
+that is, latency. The largest part bounds the training, as in `tfdist.profiling.breakdown`.
 
 Synopsis:
 
@@ -24,7 +24,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from tfdist.profiling import bounds
+from tfdist.profiling import breakdown
 from tfdist.study import ratios, results, work
 from tfdist.study.plan import REAL, SYNTHETIC, Cell
 from tfdist.study.results import Comparison, Row
@@ -68,13 +68,13 @@ class Verdict:
         if not self.is_known or not self.parts:
             return {}
         shares = {kind: (1 - self.input_share) * share for kind, share in self.parts.items()}
-        return {kind: shares.get(kind, self.input_share) for kind in bounds.FIRST_TO_TRY}
+        return {kind: shares.get(kind, self.input_share) for kind in breakdown.FIRST_TO_TRY}
 
     @property
     def bound(self) -> str:
         """The kind with the largest share; "" if the runs do not show it."""
         if self.shares:
-            return bounds.bound_of(self.shares)
+            return breakdown.bound_of(self.shares)
         return "input" if self.is_known and self.input_share > 0.5 else ""  # without the other shares
 
     @property
@@ -85,7 +85,7 @@ class Verdict:
         if not self.is_known:
             return "A single round does not show the cost of input. Measure more rounds with `--repeats`."
         if self.bound:
-            text = bounds.advice(self.shares or {self.bound: self.input_share}).replace("\n", " ")
+            text = breakdown.advice(self.shares or {self.bound: self.input_share}).replace("\n", " ")
         else:
             text = (
                 f"Input takes {self.input_share:.0%} of an epoch; without a trace, it is unknown whether the rest is "
