@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Installs Chromium on Debian or Ubuntu, for tests/test_report_browser.py, which opens the page of a report in it.
+# Installs Chromium on Debian or Ubuntu, for tests/test_report_page.py, which opens the page of a report in it.
 # Usage: sudo scripts/install_chromium.sh
 set -euo pipefail
 command -v apt-get > /dev/null || {
