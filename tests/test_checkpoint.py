@@ -751,7 +751,7 @@ class TestOtherCallbacks:
             def checkpoint_state(self):
                 return {"object": object()}
 
-        with refuses(CheckpointError, "The state of the callback `Own 0` holds `object`"):
+        with refuses(CheckpointError, "The state of the callback `Own 0` contains `object`"):
             run(callbacks=[Own(), Checkpoint(tmp_path)])
         assert names(tmp_path) == []
 

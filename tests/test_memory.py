@@ -43,7 +43,7 @@ def test_the_command_prints_a_table():
     [
         ("--strategy pipeline", "The memory of `pipeline` cannot be estimated", "--balance memory"),
         ("--strategy mirorred", "Unknown strategy `mirorred`", "mirrored"),
-        ("--replicas 64", "`--batch-size` is 32, and `--replicas` is 64", "at most one per example"),
+        ("--replicas 64", "`--batch-size` is 32, and `--replicas` is 64", "at most one replica per example"),
         ("--recompute middle", "middle", "dense"),
     ],
 )

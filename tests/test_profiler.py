@@ -221,7 +221,7 @@ def test_covered_time_is_counted_once():
 
 
 def test_a_second_trace_in_the_process_is_refused(tmp_path):
-    with trace.trace(tmp_path), pytest.raises(UsageError, match="another one is running"):
+    with trace.trace(tmp_path), pytest.raises(UsageError, match="another trace is running"):
         trace.start(tmp_path / "second")
 
 

@@ -357,7 +357,7 @@ def _to_json(value: Any, owner: str, entries: list[Entry]) -> Any:
         entries.append(Entry("callbacks", owner, np.array(keras.ops.convert_to_numpy(value))))
         return {"array": len(entries) - 1}
     raise CheckpointError(
-        f"The state of the callback `{owner}` contains a `{type(value).__name__}`, which a checkpoint cannot store",
+        f"The state of the callback `{owner}` contains `{type(value).__name__}`, which a checkpoint cannot store",
         "return numbers, strings, arrays, lists and dicts from `checkpoint_state`",
     )
 
