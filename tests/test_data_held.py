@@ -174,6 +174,7 @@ class TestMemoryHolds:
         assert held(">i2", ">u2") == ["int16", "uint16"]
         assert held("bool", "int32") == ["bool", "int32"]
 
+    @pytest.mark.thorough
     def test_floats_of_bytes_only_while_someone_uses_them(self):
         source = of_bytes()
         x, _ = source.arrays("train")

@@ -112,6 +112,7 @@ def test_batches_of_a_billion_examples_are_read_from_any_step_in_little_memory()
     assert found["added by the source, MiB"] < 200
 
 
+@pytest.mark.thorough
 def test_the_last_of_a_billion_examples_come_in_the_last_batches():
     spec = DataSpec("large", "classification", (1,), 10, {"train": BILLION, "validation": 0, "test": 0})
     data = IndexedSource(spec, lambda split, indices: (indices[:, np.newaxis] / BILLION, indices % 10))

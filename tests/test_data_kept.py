@@ -148,6 +148,7 @@ WRITE = """
 """
 
 
+@pytest.mark.thorough
 def test_processes_write_and_read_at_the_same_time_and_one_that_is_killed_leaves_whole_contents(tmp_path):
     root = Path(__file__).parent.parent
     writers = [python(WRITE, tmp_path / "kept", root, part) for part in range(2)]

@@ -62,6 +62,7 @@ def test_cifar_comes_decoded(tmp_path, classes):
     np.testing.assert_allclose(x[order, 0, 0, 0], np.arange(10) * 20 / 255, rtol=1e-6)
 
 
+@pytest.mark.thorough
 def test_imagenet_is_read_from_where_its_pictures_lie(tmp_path):
     examples = [{"file_name": f"{number}.JPEG", "image": picture(number), "label": number} for number in range(10)]
     prepare_small("imagenet2012", tmp_path, {"train": examples * 10, "validation": examples[:3], "test": examples[:1]})

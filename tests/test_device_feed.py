@@ -189,6 +189,7 @@ class TestWhatThisProcessReadsIsSentAhead:
         assert tfdist.strategy("custom", devices=2).placed(feed) is feed
 
 
+@pytest.mark.thorough
 def test_a_bad_file_is_named_by_a_training_to_which_it_is_sent_ahead(folder, tmp_path):
     shutil.copytree(folder, tmp_path / "some")
     bad = tmp_path / "some" / "train" / "a" / "4.png"

@@ -70,6 +70,7 @@ for path in sys.argv[1:]:
 """
 
 
+@pytest.mark.thorough
 def test_the_scripts_of_the_first_pages_run(tmp_path):
     (tmp_path / "all.py").write_text(ONE_AFTER_THE_OTHER)
     written = [text for page in ("getting_started.md", "port.md", "how_to.md") for text in scripts(page)]

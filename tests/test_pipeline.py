@@ -389,6 +389,7 @@ def test_a_shared_layer_is_trained_by_both_of_its_stages():
         np.testing.assert_allclose(found, wanted, atol=2e-6)
 
 
+@pytest.mark.thorough
 def test_a_graph_of_before_the_cut_never_computes_with_old_weights():
     model = residual()
     encoder = keras.Model(model.inputs, model.get_layer("third").output)

@@ -319,6 +319,7 @@ class TestTensorBoard:
         }
         assert "memory_viewer" in json.loads(tensorboard.get("run_tools", run=compiled)[1])
 
+    @pytest.mark.thorough
     def test_overview_page_has_the_traced_steps(self, tensorboard, plain):
         tables = tensorboard.tool(plain, "overview_page")
         steps = next(t for t in tables if "stepTimeMs" in [column["id"] for column in t["cols"]])

@@ -204,6 +204,7 @@ def graph_of_step(recompute):
     return seen[0].get_operations()
 
 
+@pytest.mark.thorough
 def test_without_the_option_the_graph_is_as_ever():
     names = [operation.name for operation in graph_of_step(None)]
     assert not any("recomputing" in name or "again" in name or "tfdist_backward" in name for name in names)

@@ -566,6 +566,7 @@ SENT_DTYPES = [
 ]
 
 
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize("dtype", SENT_DTYPES, ids=lambda dtype: np.dtype(dtype).name)
 @pytest.mark.parametrize("shape", [(), (0, 3), (5, 2)], ids=str)
 def test_a_message_has_the_dtype_and_the_shape_that_were_sent(dtype, shape):

@@ -133,6 +133,7 @@ def test_single_batches_are_the_strategys(same_as_stock):
     both(case, same_as_stock, lambda: linear(metrics=["mae"], weighted_metrics=["mse"]))
 
 
+@pytest.mark.thorough
 @contestants.among(contestants.WHOLE_AND_PARTS)
 def test_single_batches_with_class_weights(contestant, same_as_stock):
     labels = (Y[:, 0] > 0).astype("int32")
@@ -205,6 +206,7 @@ def test_a_callback_that_changes_the_model_changes_the_next_step(same_as_stock, 
     both(case, same_as_stock, frozen)
 
 
+@pytest.mark.thorough
 @pytest.mark.sampled(1)
 def test_quantizing_shows_in_the_next_prediction(same_as_stock):
     def case(strategy, model):
@@ -259,6 +261,7 @@ def test_training_stops_where_it_stops_under_stock_keras(same_as_stock, hook, af
     both(case, same_as_stock)
 
 
+@pytest.mark.thorough
 @pytest.mark.sampled(1)
 @contestants.among(contestants.WHOLE_AND_PARTS)
 def test_stopping_takes_a_whole_execution(same_as_stock):

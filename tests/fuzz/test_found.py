@@ -60,6 +60,7 @@ def pytest_generate_tests(metafunc):
     metafunc.parametrize("contestant", pairs, ids=[f"{name}-{count}" for name, count in pairs])
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", FOUND)
 def test_what_was_found_ends_as_on_one_device(name, contestant):
