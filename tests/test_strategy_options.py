@@ -2,10 +2,12 @@
 
 import importlib
 import inspect
+import re
 
 import pytest
 from click.testing import CliRunner
 
+import tfdist
 from tfdist import strategies, train
 from tfdist.errors import UsageError
 from tfdist.run import config as configs
@@ -33,6 +35,11 @@ def test_the_options_that_are_read_from_the_source_are_those_of_the_class(name):
 def test_each_option_is_described_where_it_is_declared(name):
     undescribed = {option.name for option in strategies.signature(name).options.values() if not option.help}
     assert not undescribed
+
+
+def test_the_docstring_of_the_first_function_lists_every_strategy():
+    listed = re.findall(r'^    \| "(\w+)" \|', tfdist.strategy.__doc__, re.MULTILINE)
+    assert sorted(listed) == strategies.names()
 
 
 def test_help_says_which_strategies_take_an_option_and_what_it_does():

@@ -41,6 +41,7 @@ def strategy(name: str, **options: Any) -> Strategy:
     | "single" | one device |
     | "mirrored" | several devices of this machine, with `tf.distribute.MirroredStrategy` |
     | "custom" | several devices of this machine, with tfdist's own data-parallel loop |
+    | "pipeline" | the stages of one model, on several devices of this machine or in several processes |
     | "hogwild" | several threads on one device, which update the same weights without locks |
     | "multiworker" | several processes, with `tf.distribute.MultiWorkerMirroredStrategy` |
     | "parameter_server" | several processes, with the variables on parameter servers |
@@ -66,6 +67,9 @@ def gather(tensor: Any) -> Any:
     """Returns `tensor` unchanged, because a custom step already sees the whole global batch.
 
     Kept for code that was written for steps on a replica's part of the batch.
+
+    Args:
+        tensor: of any dtype and shape, `[global batch size, ...]` for values per example.
     """
     return tensor
 
@@ -74,5 +78,8 @@ def all_reduce(tensor: Any) -> Any:
     """Returns `tensor` unchanged, because sums in a custom step are already over the whole global batch.
 
     Kept for code that was written for steps on a replica's part of the batch.
+
+    Args:
+        tensor: of any dtype and shape.
     """
     return tensor
