@@ -26,9 +26,9 @@ from typing import TYPE_CHECKING, Any
 
 from tfdist import registry
 from tfdist.errors import UsageError
-from tfdist.interface import signatures
+from tfdist.interface import strategy_options
 from tfdist.interface import traits as _traits
-from tfdist.interface.signatures import Signature
+from tfdist.interface.strategy_options import Signature
 from tfdist.interface.traits import Traits
 from tfdist.jobs.world import World
 
@@ -68,9 +68,9 @@ def signature(name: str) -> Signature:
     """
     if ":" in name:
         module, _, attribute = name.partition(":")
-        return signatures.of_class(module, attribute)
+        return strategy_options.of_class(module, attribute)
     registry.require_known(name, "strategy", names())
-    return signatures.of_class(f"{__name__}.{name}", "STRATEGY")
+    return strategy_options.of_class(f"{__name__}.{name}", "STRATEGY")
 
 
 def taking(option: str) -> list[str]:

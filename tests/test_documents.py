@@ -30,7 +30,7 @@ WITH_SYNOPSIS = [
     "tfdist.strategies",
     "tfdist.jobs.slurm",
     "tfdist.jobs.world",
-    "tfdist.relaxed.flat_weights",
+    "tfdist.relaxed.compression",
     "tfdist.relaxed.outer_rules",
 ]
 

@@ -9,7 +9,7 @@ from tfdist import strategies
 from tfdist.data.input.dataset_feed import BatchFeed
 from tfdist.errors import UnknownNameError, UsageError
 from tfdist.interface import state as strategy_state
-from tfdist.relaxed import averages, flat_weights, outer_rules
+from tfdist.relaxed import averages, compression, outer_rules
 from tfdist.relaxed import outer as outer_weights
 from tfdist.verification import comparison as verification
 
@@ -58,16 +58,16 @@ def test_elastic_weights_and_their_centre_move_towards_each_other():
 @pytest.mark.parametrize("length", [0, 1, 1024, 3000])
 def test_what_is_encoded_comes_back_rounded(name, size, most, length):
     values = np.random.default_rng(0).normal(size=length).astype("float32")
-    sent = flat_weights.encode(name, values)
-    assert len(sent) <= size * length + 4 * -(-length // flat_weights.BLOCK) * (name == "int8")
-    back = flat_weights.decode(name, sent, length)
+    sent = compression.encode(name, values)
+    assert len(sent) <= size * length + 4 * -(-length // compression.BLOCK) * (name == "int8")
+    back = compression.decode(name, sent, length)
     assert back.dtype == np.float32
     np.testing.assert_allclose(back, values, atol=most * max(abs(values).max(initial=0), 1))
 
 
 def test_zeros_are_sent_as_zeros():
     for name in ("bf16", "fp16", "int8"):
-        assert not flat_weights.decode(name, flat_weights.encode(name, np.zeros(5, "float32")), 5).any()
+        assert not compression.decode(name, compression.encode(name, np.zeros(5, "float32")), 5).any()
 
 
 def test_what_is_lost_as_moves_are_encoded_is_sent_with_the_next_ones():
@@ -80,7 +80,7 @@ def test_what_is_lost_as_moves_are_encoded_is_sent_with_the_next_ones():
     sent = []
 
     def of_all(encoding, values):
-        arrived = [flat_weights.decode(encoding, flat_weights.encode(encoding, one), 50) for one in (values, theirs)]
+        arrived = [compression.decode(encoding, compression.encode(encoding, one), 50) for one in (values, theirs)]
         sent.append(arrived[0])
         return arrived
 

@@ -20,8 +20,8 @@ from tfdist.errors import NonFiniteLossError
 from tfdist.internals import keras as keras_internals
 from tfdist.internals import tensorflow_variables
 from tfdist.internals.keras import tf_variable
-from tfdist.relaxed import flat_weights
-from tfdist.relaxed.flat_weights import PackedVariables, pieces, squared_norm, weighted_sum
+from tfdist.relaxed import compression
+from tfdist.relaxed.compression import PackedVariables, pieces, squared_norm, weighted_sum
 from tfdist.relaxed.outer import OuterOptimizer
 
 # Integer variables of up to this many elements are seeds and counters. Larger ones, such as tables, are left alone.
@@ -38,7 +38,7 @@ class Averages:
         group: the processes of the job.
         model: compiled and built, with the slots of its optimizers.
         outers: outer optimizers, one per fragment of the weights; without any, the weights are averaged.
-        encoding: how values are sent, one of `tfdist.relaxed.flat_weights.ENCODINGS`. With `outers`, the changes of the
+        encoding: how values are sent, one of `tfdist.relaxed.compression.ENCODINGS`. With `outers`, the changes of the
             weights since the last averaging are sent, with error feedback. Slots are sent as bfloat16, which keeps
             their order of magnitude.
 
@@ -202,8 +202,8 @@ class Averages:
 
     def _all_gather(self, encoding: str, values: np.ndarray) -> list[np.ndarray]:
         """The decoded `values` of each process, by rank; all processes get bit-identical arrays."""
-        messages = self.group.exchange(flat_weights.encode(encoding, values))
-        return [flat_weights.decode(encoding, message, values.size) for message in messages]
+        messages = self.group.exchange(compression.encode(encoding, values))
+        return [compression.decode(encoding, message, values.size) for message in messages]
 
     def _note_distance(self, squared_distance: float) -> None:
         """Notes the root mean square over the processes of their distances from the mean."""

@@ -22,8 +22,9 @@ from tfdist import registry
 from tfdist.errors import UnknownNameError, UsageError
 from tfdist.groups import ProcessGroup
 from tfdist.options import require_owned
-from tfdist.relaxed import flat_weights, outer, outer_rules
+from tfdist.relaxed import outer, outer_rules
 from tfdist.relaxed.averages import Averages, trained_weights
+from tfdist.relaxed.compression import ENCODINGS
 from tfdist.relaxed.strategy import refuse_use_ema
 from tfdist.relaxed.streaming import Streaming
 
@@ -44,7 +45,7 @@ class AveragingRule:
         name: one of `OPTIONS`, or a user's rule as `module:function`.
         options: the options of all rules, by name; `None` is not set.
         sync_every: the number of steps between synchronizations, or "epoch"; `None` is the default of the rule.
-        compression: how the changes of the weights are encoded, one of `tfdist.relaxed.flat_weights.ENCODINGS`.
+        compression: how the changes of the weights are encoded, one of `tfdist.relaxed.ENCODINGS`.
 
     Attributes:
         sync_every: the argument or its default, with `None` for "epoch".
@@ -65,8 +66,8 @@ class AveragingRule:
         if sync_every is None:
             sync_every = outer_rules.SYNC_EVERY.get(name, outer_rules.SYNC_EVERY["average"])
         self.sync_every = None if sync_every == EPOCH else int(sync_every)
-        if compression not in flat_weights.ENCODINGS:
-            raise UnknownNameError("compression", compression, flat_weights.ENCODINGS)
+        if compression not in ENCODINGS:
+            raise UnknownNameError("compression", compression, ENCODINGS)
         self._fragments = int(self._options.get("fragments", 1))
         # Whether weights are synchronized one fragment at a time, or while steps go on.
         self._streams = self._fragments > 1 or any(self._options.get(name) for name in ("overlap", "mixing"))

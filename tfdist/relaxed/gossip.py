@@ -18,7 +18,7 @@ import numpy as np
 
 from tfdist.internals import keras as keras_internals
 from tfdist.relaxed.averages import Averages
-from tfdist.relaxed.flat_weights import PackedVariables
+from tfdist.relaxed.compression import PackedVariables
 from tfdist.relaxed.gossip_rules import Machine, Messages
 from tfdist.relaxed.outer import SharedMean
 

@@ -18,7 +18,7 @@ import tensorflow as tf
 
 from tfdist.internals import tensorflow as tensorflow_internals
 from tfdist.relaxed import outer_rules
-from tfdist.relaxed.flat_weights import PackedVariables, unpacked
+from tfdist.relaxed.compression import PackedVariables, unpacked
 
 
 class OuterOptimizer:

@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from tfdist.relaxed.averages import Averages, learning_rate, mean_over_processes
-from tfdist.relaxed.flat_weights import pieces, squared_norm
+from tfdist.relaxed.compression import pieces, squared_norm
 from tfdist.relaxed.outer import OuterOptimizer
 
 

@@ -17,7 +17,7 @@ from tfdist.data.input.array_feed import ArrayFeed
 from tfdist.data.input.division import Division
 from tfdist.errors import UsageError
 from tfdist.internals import keras as keras_internals
-from tfdist.relaxed.flat_weights import packed, unpacked
+from tfdist.relaxed.compression import packed, unpacked
 
 State = list[tf.Tensor]
 

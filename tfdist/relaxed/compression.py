@@ -1,4 +1,4 @@
-"""Weights as processes exchange them: many variables in one array, and arrays of float32 in fewer bytes.
+"""The compression and packing of weights for an exchange: many variables in one array, and float32 in fewer bytes.
 
     bf16, fp16      2 bytes per number, rounded to 8 or 11 bits
     int8            1 byte per number, and 4 bytes per block: numbers are multiples of the block's maximum / 127
