@@ -381,7 +381,7 @@ def no_folder():
         ("careless", ["ends in probabilities (softmax), and its loss expects logits", "whole numbers up to 255"]),
         (
             "binary",
-            ["`--learning-rate` has no effect", "need a model that returns [2] per example, and `sequential_1`"],
+            ["`--learning-rate` has no effect", "need a model that returns [2] per example, but `sequential_1`"],
         ),
         ("reverse", ["`--learning-rate` has no effect", "ends without an activation, and its loss expects prob"]),
     ],
@@ -596,4 +596,4 @@ def test_a_step_that_every_replica_repeats_in_part_says_so_where_the_user_looks(
     done = run(*options, "--limit", 64, "--epochs", 1, "--run-dir", tmp_path / "run", "--quiet", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert re.search(r"warning: Each replica of `custom` repeats \d+% of the computation of a step", done.stderr)
-    assert "own.py, line 8" in done.stderr and "hint: the result is that of one device" in done.stderr
+    assert "own.py, line 8" in done.stderr and "hint: the result equals that of one device" in done.stderr

@@ -38,7 +38,7 @@ def test_options_of_a_dataset_are_numbers_truths_tuples_or_texts():
         (["--on-bad-example", "ignore"], "Unknown policy for bad examples `ignore`"),
         (["--on-bad-example", "skip"], "`synthetic` does not know the option `on_bad_example`"),
         (["--input", "imagined"], "Unknown input `imagined`"),
-        (["--input", "cached", "--augment", "resized_crop"], "which are not held in memory"),
+        (["--input", "cached", "--augment", "resized_crop"], "which are not cached in memory"),
         (["--data-option", "sise=3"], "`synthetic` does not know the option `sise`"),
         (["--data-option", "classes"], "`--data-option` is `classes`, which is not NAME=VALUE"),
     ],
