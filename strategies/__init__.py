@@ -60,6 +60,7 @@ def having(trait: str) -> list[str]:
     return [name for name in names() if getattr(traits(name), trait)]
 
 
+@functools.cache
 def signature(name: str) -> Signature:
     """The options of the strategy `name`, or of the user's own `module:Class`.
 
@@ -68,6 +69,7 @@ def signature(name: str) -> Signature:
     """
     if ":" in name:
         module, _, attribute = name.partition(":")
+        registry.make_importable(os.getcwd())
         return strategy_options.of_class(module, attribute)
     registry.require_known(name, "strategy", names())
     return strategy_options.of_class(f"{__name__}.{name}", "STRATEGY")

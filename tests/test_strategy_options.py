@@ -3,6 +3,8 @@
 import importlib
 import inspect
 import re
+import subprocess
+import sys
 
 import pytest
 from click.testing import CliRunner
@@ -69,6 +71,10 @@ class Periodic(theirs.CustomStrategy):
 
 class Made(len.__class__):
     pass
+
+class Typed(base.Strategy):
+    def __init__(self, *, odd: os.nothing = 1, later: "Unknown | None" = None, limit: int = 1, **options):
+        super().__init__(**options)
 """
 
 
@@ -88,6 +94,18 @@ def test_options_of_a_users_class_are_found_through_its_imports(users_module):
 def test_a_flag_that_a_users_class_does_not_take_is_refused_with_what_to_do(users_module):
     with pytest.raises(UsageError, match="give the class an argument `sync_every`, or leave it out"):
         configs.with_flags("of_a_user:Plain", {}, {"sync_every": "3"})
+
+
+def test_an_annotation_that_is_no_type_here_is_left_to_the_class(users_module):
+    signature = strategies.signature("of_a_user:Typed")
+    signature.check("of_a_user:Typed", {"odd": "x", "later": "y", "limit": "2"})
+    with pytest.raises(UsageError, match="cannot have `few` as `limit`"):
+        signature.check("of_a_user:Typed", {"odd": "x", "limit": "few", "seed": "none"})
+
+
+def test_reading_the_options_of_tfdists_strategies_makes_no_folder_importable(tmp_path):
+    code = "import sys, os; before = list(sys.path); from tfdist import train; assert sys.path == before, sys.path"
+    subprocess.run([sys.executable, "-P", "-c", code], cwd=tmp_path, check=True, timeout=60)
 
 
 def test_a_class_without_a_source_is_left_to_answer_itself(users_module):

@@ -113,8 +113,13 @@ def resolve(reference: str, kind: str) -> Callable[..., Any]:
 
 
 def source_file(module_name: str) -> Path | None:
+    """The source file of a user's module, or `None`; the working directory is importable afterwards."""
+    make_importable(os.getcwd())
+    return file_of(module_name)
+
+
+def file_of(module_name: str) -> Path | None:
     """The source file of a module, or `None`; imports its parent packages, but not the module itself."""
-    _make_importable(os.getcwd())
     try:
         spec = importlib.util.find_spec(module_name)
     except (ImportError, ValueError):
@@ -230,7 +235,8 @@ def _value(text: str) -> Any:
         return text
 
 
-def _make_importable(directory: str) -> None:
+def make_importable(directory: str) -> None:
+    """Lets modules in `directory` be imported, as with `python -m`."""
     if directory not in sys.path and "" not in sys.path:
         sys.path.insert(0, directory)
     # Also finds files that were written after the interpreter last listed their folder.
@@ -239,7 +245,7 @@ def _make_importable(directory: str) -> None:
 
 def _import(module_name: str, reference: str, kind: str) -> Any:
     directory = os.getcwd()
-    _make_importable(directory)
+    make_importable(directory)
     try:
         return importlib.import_module(module_name)
     except ModuleNotFoundError as error:

@@ -124,6 +124,5 @@ REFUSED = (
 REFUSED_ACROSS = (
     "Micro-batches exchange values within a step",
     "has nothing to train",
-    "of its own, and a pipeline of several processes runs Keras' own",
     "is compiled with `run_eagerly=True`, and a pipeline of several processes",
 )

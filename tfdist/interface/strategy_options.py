@@ -61,9 +61,12 @@ class Signature:
         unknown = [name for name in values if name not in self.options]
         if unknown and self.complete:
             raise registry.unknown_option("strategy", strategy, unknown[0], list(self.options))
-        for name in values.keys() & self.options.keys():
-            with contextlib.suppress(NameError):  # a type of the class's own module, which checks it later
+        for name in [name for name in values if name in self.options]:
+            try:
                 annotation = eval(self.options[name].annotation, _TYPES)
+            except Exception:  # a type of the class's own module, or no type at all: the class checks it later
+                continue
+            with contextlib.suppress(NameError):  # the same in quotes
                 check_value(annotation, values[name], name, f"The strategy `{strategy}`")
 
 
@@ -75,7 +78,7 @@ UNKNOWN = Signature({}, complete=False)
 @functools.cache
 def of_class(module: str, name: str) -> Signature:
     """The options of the class `name` of a module; imports the packages above the module, but not the module."""
-    path = registry.source_file(module)
+    path = registry.file_of(module)
     if path is None:
         return UNKNOWN
     tree = ast.parse(path.read_text(encoding="utf-8"))
