@@ -31,7 +31,7 @@ import tfdist.data
 import tfdist.models
 from tfdist import registry
 from tfdist.data import DataSpec, Source, check_labels, spec
-from tfdist.data.formats import tfds_prepare
+from tfdist.data.formats import tfds
 from tfdist.data.input import source
 from tfdist.errors import DataError, UnknownNameError, UsageError
 from tfdist.jobs.world import World
@@ -422,23 +422,23 @@ def test_a_data_folder_that_does_not_exist_is_named_with_where_it_was_set(tmp_pa
 def test_a_data_folder_that_is_a_file_or_cannot_be_read_is_refused(tmp_path, monkeypatch):
     (tmp_path / "file").touch()
     with pytest.raises(DataError, match="is not a folder"):
-        tfds_prepare.data_folder(tmp_path / "file")
+        tfds.data_folder(tmp_path / "file")
 
     def refuse(path):
         raise PermissionError(13, "Permission denied")
 
     monkeypatch.setattr(Path, "iterdir", refuse)  # root, who may run this test, can read everything
     with pytest.raises(DataError, match=r"cannot be read \(Permission denied\)"):
-        tfds_prepare.data_folder(tmp_path)
+        tfds.data_folder(tmp_path)
 
 
 def test_the_data_folder_is_the_argument_then_the_environment_then_the_default(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     monkeypatch.setenv("TFDS_DATA_DIR", str(tmp_path))
-    assert tfds_prepare.data_folder(tmp_path.parent) == tmp_path.parent
-    assert tfds_prepare.data_folder(None) == tmp_path
+    assert tfds.data_folder(tmp_path.parent) == tmp_path.parent
+    assert tfds.data_folder(None) == tmp_path
     monkeypatch.delenv("TFDS_DATA_DIR")
-    assert tfds_prepare.data_folder(None) == tmp_path / "home" / "tensorflow_datasets"
+    assert tfds.data_folder(None) == tmp_path / "home" / "tensorflow_datasets"
 
 
 @pytest.fixture
@@ -483,21 +483,21 @@ def silent_address() -> Iterator[str]:
 
 def test_an_address_that_never_answers_is_given_up(silent_address, monkeypatch):
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")
-    monkeypatch.setattr(tfds_prepare, "ANSWER_SECONDS", 0.2)
-    assert tfds_prepare._problem_with_address(silent_address) == "no answer in time"
+    monkeypatch.setattr(tfds, "ANSWER_SECONDS", 0.2)
+    assert tfds._problem_with_address(silent_address) == "no answer in time"
 
 
 def test_a_name_that_is_looked_up_forever_is_given_up(tmp_path, monkeypatch):
-    monkeypatch.setattr(tfds_prepare, "PROBE_SECONDS", 0.2)
-    monkeypatch.setattr(tfds_prepare, "_problem_with_address", lambda address: time.sleep(5))
+    monkeypatch.setattr(tfds, "PROBE_SECONDS", 0.2)
+    monkeypatch.setattr(tfds, "_problem_with_address", lambda address: time.sleep(5))
     with pytest.raises(DataError, match=r"no answer within 0\.2 s"):
         tfdist.data.load("mnist", tmp_path)
 
 
 def test_a_download_that_falls_silent_is_given_up(silent_address, monkeypatch):
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")
-    monkeypatch.setattr(tfds_prepare, "SILENCE_SECONDS", 0.2)
-    with tfds_prepare._bounded_requests(), pytest.raises(requests.exceptions.RequestException):
+    monkeypatch.setattr(tfds, "SILENCE_SECONDS", 0.2)
+    with tfds._bounded_requests(), pytest.raises(requests.exceptions.RequestException):
         requests.get(silent_address)
 
 
@@ -511,7 +511,7 @@ import tensorflow_datasets as tfds
 from tensorflow_datasets.core.download.checksums import UrlInfo
 from tensorflow_datasets.image_classification import mnist
 
-import tfdist.data.formats.tfds_prepare
+import tfdist.data.formats.tfds
 
 address, size, checksum, folder = sys.argv[1], int(sys.argv[2]), sys.argv[3], Path(sys.argv[4])
 mnist._TRAIN_EXAMPLES, mnist._TEST_EXAMPLES = 30, 10
@@ -523,7 +523,7 @@ class TinyMnist(mnist.MNIST):
     url_infos = {address + known.filename: known}
 
 
-builder = tfdist.data.formats.tfds_prepare.prepared(lambda: TinyMnist(data_dir=folder), folder)
+builder = tfdist.data.formats.tfds.prepared(lambda: TinyMnist(data_dir=folder), folder)
 print(builder.info.splits["train"].num_examples, builder.info.splits["test"].num_examples)
 """
 

@@ -10,10 +10,9 @@ import numpy as np
 import pytest
 from PIL import Image
 
-import tfdist.data
+import tfdist.data.__main__
 from tests.shared_data import FILES, needs
 from tfdist.data.spec import TASKS
-from tfdist.data.tools import contact_sheet
 
 
 def run(*arguments, cwd):
@@ -57,7 +56,7 @@ def test_the_pipeline_of_memory_is_shown(tmp_path):
 def test_examples_of_every_task_are_drawn(tmp_path, task):
     source = tfdist.data.load("synthetic", task=task, train=30)
     x, y = source.arrays("train")
-    contact_sheet.write(tmp_path / "sheet.png", source.spec, x, y)
+    tfdist.data.__main__.draw_contact_sheet(tmp_path / "sheet.png", source.spec, x, y)
     assert np.asarray(Image.open(tmp_path / "sheet.png").convert("L")).std() > 5
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import doctest
 
 import numpy as np
 import pytest
@@ -12,7 +11,6 @@ import tfdist
 from benchmarks import large_order
 from tests.test_data_pipeline import SEED, assert_same_batches, batches_of_ranks, pictures, segmenter
 from tfdist.data import DataSpec, IndexedSource, Source
-from tfdist.data.input import indexed, repeated
 from tfdist.data.input.division import WHOLE
 from tfdist.data.input.origin import FeedOrigin
 from tfdist.errors import DataError, UsageError
@@ -31,11 +29,6 @@ def indexed_of(source: Source, read: list | None = None) -> IndexedSource:
         return x[indices], y[indices]
 
     return IndexedSource(source.spec, read_at)
-
-
-def test_the_synopsis_of_the_module_runs():
-    result = doctest.testmod(indexed)
-    assert result.attempted and not result.failed
 
 
 @pytest.mark.sampled(1)
@@ -177,7 +170,7 @@ def test_a_repeated_batch_takes_the_place_of_all_and_nothing_else_is_read():
     read: list[int] = []
     source = indexed_of(pictures(), read)
     ((x, y),) = source.feed("train", 6, seed=SEED, augment="crop_flip").first(1)
-    found = repeated.feed(source, "train", 6, seed=SEED, augment="crop_flip")
+    found = source.repeated_feed("train", 6, seed=SEED, augment="crop_flip")
     assert (found.examples, found.batch_size, found.num_batches) == (20, 6, 4)
     batches = [*passed(found, 0), *passed(found, 1)]
     assert [len(of_batch) for of_batch, _ in batches] == [6, 6, 6, 2] * 2
@@ -190,4 +183,4 @@ def test_a_repeated_batch_takes_the_place_of_all_and_nothing_else_is_read():
 def test_batches_of_different_widths_have_none_that_could_be_repeated():
     source = tfdist.data.load("synthetic", task="text_classification", train=64, length=8, buckets=True)
     with pytest.raises(UsageError, match="different widths"):
-        repeated.feed(source, "train", 8)
+        source.repeated_feed("train", 8)

@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tfdist.data.input import cache_folder, disk_cache, tfrecords
+from tfdist.data.input import disk_cache, tfrecords
 from tfdist.data.input.disk_cache import PackedFiles
 from tfdist.data.input.tfrecords import Records
 from tfdist.errors import DataError
@@ -82,7 +82,7 @@ def test_a_file_that_ends_within_a_record_leaves_no_index(files):
     for _ in range(2):
         with pytest.raises(DataError, match=f"`{files[0]}` ends within a record"):
             tfrecords.index(files)
-    assert not list(cache_folder.root().glob("*.npy"))
+    assert not list(disk_cache.root().glob("*.npy"))
 
 
 def test_where_nothing_can_be_written_records_are_found_all_the_same(files, monkeypatch, tmp_path):
@@ -101,7 +101,7 @@ def test_processes_that_start_together_share_one_index(files):
     """
     outputs = finish([python(code, *files) for _ in range(4)])
     assert {int(output) for output in outputs} == {tfrecords.index(files).sum()}
-    assert len(list(cache_folder.root().glob("*.npy"))) == 1
+    assert len(list(disk_cache.root().glob("*.npy"))) == 1
 
 
 # Packed files

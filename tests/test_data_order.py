@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import doctest
 import itertools
 
 import numpy as np
@@ -19,9 +18,9 @@ from tests.test_data_pipeline import (
     pictures,
     sentences,
 )
-from tfdist.data.input import array_feed, augmentation, file_feed, order, permutation
+from tfdist.data.input import array_feed, augmentation, file_feed, order
 from tfdist.data.input.division import Division
-from tfdist.data.input.permutation import Permutation
+from tfdist.data.input.order import Permutation
 from tfdist.errors import UsageError
 from tfdist.jobs.world import World
 
@@ -33,11 +32,6 @@ BILLION = 10**9
 def computed(monkeypatch):
     """Orders of more than four examples are computed, as those of very large datasets."""
     monkeypatch.setattr(order, "LARGEST_DRAWN", 4)
-
-
-def test_the_synopsis_of_the_permutation_runs():
-    result = doctest.testmod(permutation)
-    assert result.attempted and not result.failed
 
 
 # The computed permutation
@@ -89,14 +83,14 @@ def deviations(rounds: int, size: int = 1 << 10, trials: int = 400) -> np.ndarra
 
 
 def test_permutations_are_like_drawn_ones_and_fewer_rounds_are_not():
-    assert np.abs(deviations(permutation.ROUNDS)).max() < 4
-    assert np.abs(deviations(permutation.ROUNDS, size=1500)).max() < 4
+    assert np.abs(deviations(order.FEISTEL_ROUNDS)).max() < 4
+    assert np.abs(deviations(order.FEISTEL_ROUNDS, size=1500)).max() < 4
     for rounds in (1, 2, 3):
         assert np.abs(deviations(rounds)).max() > 5, rounds
 
 
 def test_random_numbers_by_index_are_uniform_and_the_same_in_any_company():
-    found = permutation.uniform(np.arange(100_000), 3, [SEED, 0, 1])
+    found = order.uniform(np.arange(100_000), 3, [SEED, 0, 1])
     assert found.dtype == np.float32 and found.min() >= 0 and found.max() < 1
     counts = np.stack([np.histogram(column, 100, (0, 1))[0] for column in found.T])
     chi_square = ((counts - 1000) ** 2 / 1000).sum(axis=1)
@@ -104,8 +98,8 @@ def test_random_numbers_by_index_are_uniform_and_the_same_in_any_company():
     together = np.corrcoef(np.concatenate([found[:-1], found[1:]], axis=1).T)
     assert np.abs(together - np.eye(6)).max() < 0.02
     some = np.array([70_000, 3, 5_000_000_000])
-    np.testing.assert_array_equal(permutation.uniform(some, 3, [SEED, 0, 1])[:2], found[some[:2]])
-    high = permutation.uniform(np.array([5, 2**32 + 5]), 3, [SEED, 0, 1])
+    np.testing.assert_array_equal(order.uniform(some, 3, [SEED, 0, 1])[:2], found[some[:2]])
+    high = order.uniform(np.array([5, 2**32 + 5]), 3, [SEED, 0, 1])
     assert (high[0] != high[1]).all()
 
 
@@ -203,7 +197,7 @@ def test_parts_of_all_ranks_make_the_batches_from_any_step_to_any_other(batch_si
 def test_computed_batches_are_the_same_for_any_number_of_ranks_and_from_any_batch(
     computed, monkeypatch, augment, at_once
 ):
-    monkeypatch.setattr("tfdist.data.input.tf_datasets.AT_ONCE", at_once)
+    monkeypatch.setattr("tfdist.data.input.file_feed.AT_ONCE", at_once)
     data = pictures()
     alone = batches_of_ranks(data, 6, 1, augment=augment, epoch=2)
     assert [len(x) for x, _ in alone] == [6, 6, 6, 2]

@@ -20,7 +20,7 @@ import tfdist.data
 from tests.shared_data import FILES, needs
 from tests.test_data_pipeline import assert_same_batches, batches_of_ranks, segmenter
 from tfdist.data.formats import coco
-from tfdist.data.input import augmentation, cache_folder, order, pictures
+from tfdist.data.input import augmentation, disk_cache, order, pictures
 from tfdist.data.input.division import Division
 from tfdist.errors import DataError, UsageError
 from tfdist.jobs.world import World
@@ -282,7 +282,7 @@ def test_what_is_kept_on_the_disk_is_what_was_decoded(some_camvid, augment, tmp_
     for epoch in range(2):
         expected = batches_of_ranks(data, 4, 1, augment=augment, epoch=epoch)
         assert_same_batches(batches_of_ranks(again, 4, 1, augment=augment, epoch=epoch), expected)
-    (kept,) = cache_folder.root().rglob("*.data")
+    (kept,) = disk_cache.root().rglob("*.data")
     assert kept.stat().st_size == 10 * (8 + 180 * 240 * (3 + 4))
     picture, _ = names(some_camvid, 3)
     picture.write_bytes(names(some_camvid, 4)[0].read_bytes())
@@ -381,7 +381,7 @@ def test_a_computed_order_of_files_is_the_same_for_any_number_of_ranks_and_from_
     folder_of_classes, monkeypatch
 ):
     monkeypatch.setattr(order, "LARGEST_DRAWN", 4)
-    monkeypatch.setattr("tfdist.data.input.tf_datasets.AT_ONCE", 7)
+    monkeypatch.setattr("tfdist.data.input.file_feed.AT_ONCE", 7)
     memory, streamed = (
         tfdist.data.load("image_folder", folder_of_classes, cache=cache, size=(4, 4)) for cache in ("memory", "off")
     )

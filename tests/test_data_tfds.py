@@ -18,7 +18,7 @@ import tfdist.data
 from tests.shared_data import FILES, needs
 from tests.test_data import file_server, no_network  # noqa: F401 - a fixture
 from tests.test_data_pipeline import assert_same_batches, batches_of_ranks
-from tfdist.data.formats import tfds_prepare
+from tfdist.data.formats import tfds
 from tfdist.errors import DataError, UnknownNameError
 
 
@@ -178,7 +178,7 @@ def test_archives_are_fetched_once_checked_and_unpacked(tmp_path, monkeypatch):
         info = UrlInfo(size=len(body), checksum=hashlib.sha256(body).hexdigest(), filename="a.zip")
         builder = types.SimpleNamespace(name="tiny", url_infos={f"{address}a.zip": info})
         for _ in range(2):
-            there = tfds_prepare.extracted(builder, tmp_path, {"a": f"{address}a.zip"})
+            there = tfds.extracted(builder, tmp_path, {"a": f"{address}a.zip"})
             assert (there["a"] / "folder" / "file.txt").read_text() == "content"
         assert len(asked) == 2  # whether it answers, and the file
     assert not os.path.isabs(json.loads((tmp_path / "tiny.json").read_text())["a"])

@@ -41,7 +41,7 @@ from tfdist.internals import keras_patches
 from tfdist.jobs import consensus, elastic
 
 if TYPE_CHECKING:
-    from tfdist.data.input.passes import DataPasses
+    from tfdist.data.input.feed import DataPasses
     from tfdist.interface.strategy import Strategy
 
 

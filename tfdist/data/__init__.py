@@ -24,9 +24,8 @@ from typing import Any
 from tfdist import registry
 from tfdist.data.input.arrays import check_labels
 from tfdist.data.input.division import per_process, shard
-from tfdist.data.input.indexed import IndexedSource
 from tfdist.data.input.origin import Origin, origin_of
-from tfdist.data.input.source import Source
+from tfdist.data.input.source import IndexedSource, Source
 from tfdist.data.spec import SPLITS, DataSpec
 from tfdist.errors import UsageError
 

@@ -9,8 +9,8 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from tfdist.data.formats import tfds_prepare
-from tfdist.data.input import cache_folder
+from tfdist.data.formats import tfds
+from tfdist.data.input import disk_cache
 from tfdist.doctor.finding import Finding, note, of_error, ok, problem
 from tfdist.errors import DataError
 
@@ -32,7 +32,7 @@ def findings(data_dir: Path | None = None) -> list[Finding]:
 def _datasets(data_dir: Path | None) -> Iterator[Finding]:
     subject = "datasets"
     try:
-        folder = tfds_prepare.data_folder(data_dir)
+        folder = tfds.data_folder(data_dir)
     except DataError as error:
         yield of_error(subject, error)
         return
@@ -89,13 +89,13 @@ def _temporary() -> Path:
 
 
 def _caches() -> Iterator[Finding]:
-    folder = cache_folder.root()
+    folder = disk_cache.root()
     reason = _why_not_writable(folder)
     if reason:
         yield note(
             "caches",
             f"Nothing can be written to `{folder}`: {reason}",
-            f"set `{cache_folder.FOLDER_VARIABLE}` to a writable folder",
+            f"set `{disk_cache.FOLDER_VARIABLE}` to a writable folder",
         )
     else:
         yield ok("caches", f"`{folder}` is writable")

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from tfdist.data.input.passes import DataPasses
+from tfdist.data.input.feed import DataPasses
 from tfdist.interface.program import AtNan, Logs, Program
 from tfdist.interface.strategy import Strategy
 from tfdist.internals import keras as keras_internals

@@ -34,8 +34,7 @@ from tfdist.checkpointing import state as training_state
 from tfdist.checkpointing import writer
 from tfdist.data.input import adapters, job_feeds
 from tfdist.data.input.dataset_feed import BatchFeed
-from tfdist.data.input.feed import Feed
-from tfdist.data.input.passes import DataPasses
+from tfdist.data.input.feed import DataPasses, Feed
 from tfdist.errors import DifferenceWarning, UsageError
 from tfdist.groups import parts
 from tfdist.interface.program import Logs

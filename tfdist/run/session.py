@@ -17,7 +17,6 @@ import tfdist
 from tfdist import callbacks, data, files, models, tasks, terminal
 from tfdist.callbacks import memory
 from tfdist.data.formats import text
-from tfdist.data.input import repeated
 from tfdist.data.tools import for_model
 from tfdist.errors import UsageError
 from tfdist.internals import keras as keras_internals
@@ -222,7 +221,7 @@ class Session:
         """The training batches, from the requested input."""
         config = self.config
         if config.input == "synthetic":
-            return repeated.feed(source, "train", config.batch_size, augment=config.augment, **self._feed_options())
+            return source.repeated_feed("train", config.batch_size, augment=config.augment, **self._feed_options())
         if config.input == "cached":
             source = source.cached()
         return self._feed(strategy, source, "train", augment=config.augment)

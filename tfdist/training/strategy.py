@@ -7,8 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from tfdist.data.input import adapters
-from tfdist.data.input.feed import Feed
-from tfdist.data.input.passes import DataPasses
+from tfdist.data.input.feed import DataPasses, Feed
 from tfdist.interface.program import Program, Steps
 from tfdist.interface.strategy import Strategy
 from tfdist.internals import keras as keras_internals

@@ -12,11 +12,11 @@ import keras
 import tensorflow as tf
 
 from tfdist.data.input import order
-from tfdist.data.input.array_feed import ArrayFeed, OrderOf
+from tfdist.data.input.array_feed import ArrayFeed
 from tfdist.data.input.dataset_feed import DatasetFeed, InOrder
 from tfdist.data.input.division import PerProcess
 from tfdist.data.input.feed import NO_BATCHES, Feed
-from tfdist.data.input.large_feed import LargeExamples
+from tfdist.data.input.file_feed import LargeExamples
 from tfdist.errors import DataError, UsageError
 from tfdist.internals import keras_data
 from tfdist.jobs.world import World
@@ -125,7 +125,7 @@ def _feed_of_arrays(adapter: Any, shuffle: Any, seed: int) -> Feed:
     return feed
 
 
-def _order(examples: int, batch_size: int, shuffle: Any, seed: int) -> OrderOf:
+def _order(examples: int, batch_size: int, shuffle: Any, seed: int) -> order.OrderOf:
     """The order that Keras' argument `shuffle` asks for."""
     if shuffle == "batch":
         return lambda epoch: order.order_within_batches(examples, batch_size, seed, epoch)

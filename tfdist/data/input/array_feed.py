@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import numpy as np
@@ -15,11 +16,6 @@ from tfdist.data.input.division import Division
 from tfdist.data.input.feed import Batches, Feed
 from tfdist.internals import keras_data
 from tfdist.internals.keras import tree
-
-# The order of the examples in pass number `epoch`.
-OrderOf = Callable[[int], order.Order]
-# A graph that makes a pipeline: `dataset(first_batch, *positions)`.
-MakeDataset = Callable[..., tf.data.Dataset]
 
 
 def tensors(x: Any, y: Any) -> Any:
@@ -44,7 +40,7 @@ def tensors_and_views(arrays: tuple[Any, Any]) -> tuple[Any, tuple[Any, Any]]:
 class ArrayFeed(Feed):
     """Examples in memory, in an order that may differ in each pass, and that is one tensor.
 
-    For an order that is too long for one tensor see `tfdist.data.input.large_feed`.
+    For an order that is too long for one tensor see `tfdist.data.input.file_feed.LargeExamples`.
 
     Args:
         arrays: a structure of tensors on the host, as `keras_data.sliceable` returns it; also an attribute.
@@ -53,12 +49,12 @@ class ArrayFeed(Feed):
         transform: turns the gathered examples into those that a model sees; `None` leaves them as they are.
     """
 
-    def __init__(self, arrays: Any, batch_size: int, order_of: OrderOf, transform: ToModelTypes | None = None):
+    def __init__(self, arrays: Any, batch_size: int, order_of: order.OrderOf, transform: ToModelTypes | None = None):
         self.arrays = arrays
         self._order_of = order_of
         self._transform = transform
-        self._datasets: dict[tuple[int, Division, bool], MakeDataset] = {}
-        self._datasets_of_parts: dict[tuple[range, Division], MakeDataset] = {}
+        self._dataset_of_part = functools.cache(self._make_dataset_of_part)
+        self._dataset_of_parts = functools.cache(self._make_dataset_of_parts)
         self.examples = len(order_of(0))
         self.batch_size = batch_size
         self.num_batches = -(-self.examples // batch_size)
@@ -77,12 +73,10 @@ class ArrayFeed(Feed):
         self, index: int, division: Division, epoch: int, first_batch: int, deterministic: bool = True
     ) -> tf.data.Dataset:
         """Part `index` of each batch of a pass, from batch `first_batch` on, as a model sees it; it may be empty."""
-        key = (index, division, deterministic)
         with tf.init_scope(), tf.device("CPU:0"):
-            if key not in self._datasets:
-                self._datasets[key] = self._make_datasets(*key)
             _, positions = self.start(epoch, first_batch)
-            return self._datasets[key](tf.constant(first_batch, tf.int64), *positions)
+            dataset = self._dataset_of_part(index, division, deterministic)
+            return dataset(tf.constant(first_batch, tf.int64), *positions)
 
     def parts(self, epoch: int, first_batch: int, replicas: range, division: Division) -> tf.data.Dataset:
         """The parts of these `replicas`, batch by batch, from batch `first_batch` of a pass on.
@@ -91,14 +85,13 @@ class ArrayFeed(Feed):
             A dataset of the examples in the types in which they are stored, and a tuple of the transform's extras. An
             empty part contains an example of another part.
         """
-        if (replicas, division) not in self._datasets_of_parts:
-            self._datasets_of_parts[replicas, division] = self._make_datasets_of_parts(replicas, division)
-        _, positions = self.start(epoch, first_batch)
         with tf.init_scope(), tf.device("CPU:0"):
-            make_dataset = self._datasets_of_parts[replicas, division]
-            return make_dataset(tf.constant(first_batch, tf.int64), *positions)
+            _, positions = self.start(epoch, first_batch)
+            return self._dataset_of_parts(replicas, division)(tf.constant(first_batch, tf.int64), *positions)
 
-    def _make_datasets(self, index: int, division: Division, deterministic: bool) -> MakeDataset:
+    def _make_dataset_of_part(
+        self, index: int, division: Division, deterministic: bool
+    ) -> Callable[..., tf.data.Dataset]:
         @tf.function(autograph=False)
         def dataset(first_batch: tf.Tensor, *positions: tf.Tensor) -> tf.data.Dataset:
             @tf.autograph.experimental.do_not_convert
@@ -112,7 +105,7 @@ class ArrayFeed(Feed):
 
         return dataset
 
-    def _make_datasets_of_parts(self, replicas: range, division: Division) -> MakeDataset:
+    def _make_dataset_of_parts(self, replicas: range, division: Division) -> Callable[..., tf.data.Dataset]:
         local = len(replicas)
         length = division.even_length(self.batch_size) if self.batches.even else None
 
@@ -138,6 +131,15 @@ class ArrayFeed(Feed):
             return numbers.map(part, num_parallel_calls=tf.data.AUTOTUNE, deterministic=True).with_options(options)
 
         return dataset
+
+
+def repeated(feed: Feed) -> ArrayFeed:
+    """A feed of the same length as `feed` that reads nothing: every batch has the examples of the first batch."""
+    (batch,) = feed.first(1)
+    examples = feed.examples
+    repeating = ArrayFeed(tensors(*batch), feed.batch_size, lambda epoch: order.as_stored(examples))
+    repeating.batches = RepeatedBatches(feed.batch_size, repeating.batches.even, rows=len(batch[1]))
+    return repeating
 
 
 @dataclass(frozen=True)
@@ -206,3 +208,21 @@ class ArrayBatches(Batches):
 
     def _length(self, batch: tuple[tf.Tensor, ...]) -> Any:
         return self.batch_size if self.even else batch_parts.length(batch[0])
+
+
+@dataclass(frozen=True)
+class RepeatedBatches(ArrayBatches):
+    """`ArrayBatches` of arrays with only `rows` examples, which repeat.
+
+    The state still has the numbers of all examples, since `mpi_split` divides those among the processes.
+    """
+
+    rows: int = field(kw_only=True)
+
+    def fetch(self, state: Any, step: tf.Tensor) -> tuple[tf.Tensor, ...]:
+        numbers, *extras = super().fetch(state, step)
+        return (numbers % self.rows, *extras)
+
+    def gathered(self, arrays: Any, positions: Sequence[tf.Tensor]) -> Any:
+        # `mpi_split` does not call `fetch`.
+        return super().gathered(arrays, [positions[0] % self.rows, *positions[1:]])

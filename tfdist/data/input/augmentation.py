@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from tfdist.data.input import order, permutation
+from tfdist.data.input import order
 from tfdist.data.spec import DataSpec
 from tfdist.errors import UnknownNameError, UsageError
 
@@ -94,7 +94,7 @@ def table(examples: int, draws: int, seed: int, epoch: int) -> np.ndarray:
 def rows(examples: int, draws: int, seed: int, epoch: int) -> Callable[[np.ndarray], np.ndarray]:
     """A function that returns rows of `table`: float32 `[n, draws]` for the examples int `[n]`."""
     if order.is_computed(examples):
-        return lambda indices: permutation.uniform(indices, draws, [seed, epoch, _STREAM])
+        return lambda indices: order.uniform(indices, draws, [seed, epoch, _STREAM])
     return table(examples, draws, seed, epoch).__getitem__
 
 

@@ -115,6 +115,11 @@ def slice_examples(tensor: Any, begin: Any, end: Any) -> Any:
     return tf.sparse.slice(tensor, start, size)
 
 
+def of_any_size(spec: Any) -> Any:
+    """The spec of batches of any size, from that of one batch; only that of a dense tensor changes."""
+    return tf.TensorSpec([None, *spec.shape[1:]], spec.dtype) if isinstance(spec, tf.TensorSpec) else spec
+
+
 def at_least_one(value: Any) -> Any:
     """Returns `value`, or an example of zeros if it has no examples.
 

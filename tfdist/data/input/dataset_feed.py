@@ -20,19 +20,6 @@ from tfdist.internals.keras import tree
 from tfdist.jobs.job_environment import cores
 
 
-def _without_autotuning_on_one_core(dataset: tf.data.Dataset) -> tf.data.Dataset:
-    """Switches off tf.data's autotuning on one core, where it makes a pipeline that decodes a fifth slower.
-
-    `num_parallel_calls=tf.data.AUTOTUNE` then means as many calls as cores. A choice of the user's is kept
-    (https://www.tensorflow.org/api_docs/python/tf/data/experimental/AutotuneOptions).
-    """
-    if cores() > 1 or dataset.options().autotune.enabled is not None:
-        return dataset
-    options = tf.data.Options()
-    options.autotune.enabled = False
-    return dataset.with_options(options)
-
-
 class DatasetFeed(Feed):
     """Batches of a `tf.data.Dataset`, or of what Keras turns into one.
 
@@ -174,6 +161,19 @@ class DatasetFeed(Feed):
             raise DataError(*batch_parts.unequal_lengths("several")) from error
 
 
+def _without_autotuning_on_one_core(dataset: tf.data.Dataset) -> tf.data.Dataset:
+    """Switches off tf.data's autotuning on one core, where it makes a pipeline that decodes a fifth slower.
+
+    `num_parallel_calls=tf.data.AUTOTUNE` then means as many calls as cores. A choice of the user's is kept
+    (https://www.tensorflow.org/api_docs/python/tf/data/experimental/AutotuneOptions).
+    """
+    if cores() > 1 or dataset.options().autotune.enabled is not None:
+        return dataset
+    options = tf.data.Options()
+    options.autotune.enabled = False
+    return dataset.with_options(options)
+
+
 @dataclass(frozen=True)
 class DatasetBatches(Batches):
     """A batch is fetched from the iterator of the pass; the part of each replica is sliced on the host."""
@@ -224,19 +224,16 @@ class BatchFeed(Feed):
         def as_tensor(value: Any) -> Any:
             return value if value is None or tf.is_tensor(value) else tf.convert_to_tensor(value)
 
+        def spec(value: Any) -> Any:
+            return None if value is None else batch_parts.of_any_size(tf.type_spec_from_value(value))
+
         with tf.init_scope():
             self._batch = tree.map_structure(as_tensor, batch)
-        self.spec = tree.map_structure(_spec_of_any_size, self._batch)
+        self.spec = tree.map_structure(spec, self._batch)
 
     def start(self, epoch: int, first_batch: int) -> Any:
         del epoch, first_batch
         return self._batch
-
-
-def _spec_of_any_size(value: Any) -> Any:
-    if not isinstance(value, tf.Tensor):
-        return None if value is None else tf.type_spec_from_value(value)
-    return tf.TensorSpec([None, *value.shape[1:]], value.dtype)
 
 
 class InOrder(keras.utils.PyDataset):

@@ -1,23 +1,31 @@
-"""Reads, decodes, checks and resizes examples in a graph, and explains in Python what is wrong with a bad example."""
+"""Reads, decodes, checks and resizes examples in a graph, and explains in Python what is wrong with a bad example.
+
+A `Decoder` returns one example; `DecodedBatches` makes pipelines in which examples are decoded in parallel.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
 from tfdist.data.input import augmentation as augmentations
+from tfdist.data.input import file_feed, order
 from tfdist.data.input.augmentation import Augmentation
 from tfdist.data.input.disk_cache import DiskCache
 from tfdist.data.input.picture_files import Pictures
 from tfdist.data.input.tfrecords import Records
 from tfdist.data.spec import DataSpec
 from tfdist.errors import DataError
+
+# How many examples `all_examples` decodes into one pair of arrays.
+_DECODED_TOGETHER = 64
 
 
 class Decoder:
@@ -181,6 +189,96 @@ class Decoder:
         if mask is None:
             return x, None
         return x, tf.ensure_shape(tf.cond(fits, lambda: mask, resized_mask), size)
+
+
+class DecodedBatches:
+    """Batches of examples that are decoded in parallel, for any epoch and from any batch on.
+
+    Args:
+        decoder: decodes the examples.
+        parts_of: this rank's examples in each batch of an epoch.
+        draws: the number of random numbers per example.
+        draws_of: the random numbers of an epoch: float32 `[n, draws]` for the examples int `[n]`; not called for 0.
+        deterministic: whether the batches come in order.
+        read_ahead: how many examples are read ahead together, in the order in which they are stored; 0 for none.
+    """
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        parts_of: Callable[[int], order.Parts],
+        draws: int = 0,
+        draws_of: Callable[[int], Callable[[np.ndarray], np.ndarray]] | None = None,
+        deterministic: bool = True,
+        read_ahead: int = 0,
+    ):
+        self._decoder = decoder
+        # An epoch's order and random numbers are drawn once, even if training alternates with reading another epoch.
+        self._parts_of = functools.lru_cache(maxsize=2)(parts_of)
+        self._draws_of = functools.lru_cache(maxsize=2)(draws_of) if draws and draws_of else None
+        self._specs = [tf.TensorSpec([None], order.index_type(len(decoder))), tf.TensorSpec([None, draws], tf.float32)]
+        self._deterministic = deterministic
+        self._read_ahead = read_ahead
+        self._dataset_of_length = functools.cache(self._make_dataset_of_length)
+
+    def of_epoch(self, epoch: int, first_batch: int = 0, end_batch: int | None = None) -> tf.data.Dataset:
+        """The batches from number `first_batch` on, up to but not including `end_batch`."""
+        runs = self._parts_of(epoch).runs(first_batch)
+        if end_batch is not None:
+            runs = [(begin, min(end, end_batch), length) for begin, end, length in runs if begin < end_batch]
+        datasets = [self._of_run(epoch, *run) for run in runs or [(0, 0, 1)]]
+        return functools.reduce(tf.data.Dataset.concatenate, datasets).prefetch(tf.data.AUTOTUNE)
+
+    def _of_run(self, epoch: int, begin: int, end: int, length: int) -> tf.data.Dataset:
+        dataset = self._dataset_of_length(length)
+        with tf.init_scope(), tf.device("CPU:0"):
+            return dataset(*(tf.constant(number, tf.int64) for number in (epoch, begin, end)))
+
+    def _make_dataset_of_length(self, length: int) -> Callable[..., tf.data.Dataset]:
+        """A graph for batches of `length` examples, of which the last may have fewer: `dataset(epoch, begin, end)`."""
+        decoder, parallel = tf.autograph.experimental.do_not_convert(self._decoder.__call__), tf.data.AUTOTUNE
+
+        @tf.function(autograph=False)
+        def dataset(epoch: tf.Tensor, begin: tf.Tensor, end: tf.Tensor) -> tf.data.Dataset:
+            steps = epoch, begin, end
+            rows = file_feed.by_range(self._rows, self._specs, max(length, 1), steps, self._read_ahead)
+            examples = rows.flat_map(lambda *columns: tf.data.Dataset.from_tensor_slices(columns))
+            decoded = examples.map(decoder, num_parallel_calls=parallel, deterministic=self._deterministic)
+            if length:
+                return decoded.batch(length, num_parallel_calls=parallel, deterministic=self._deterministic)
+            # A rank that has no part of a batch gets an empty batch.
+            empty = tf.nest.map_structure(lambda spec: tf.zeros([0, *spec.shape], spec.dtype), decoded.element_spec)
+            return tf.data.Dataset.from_tensors(empty).repeat(end - begin)
+
+        return dataset
+
+    def _rows(self, epoch: int, begin: int, end: int) -> Sequence[np.ndarray]:
+        """The numbers of the examples of these batches, and their random numbers."""
+        indices = self._parts_of(epoch).joined(begin, end).astype(self._specs[0].dtype.as_numpy_dtype, copy=False)
+        if self._read_ahead:
+            self._decoder.will_read(indices)
+        if self._draws_of is None:
+            return indices, np.zeros((len(indices), 0), np.float32)
+        return indices, self._draws_of(epoch)(indices)
+
+
+def all_examples(decoder: Decoder) -> Any:
+    """All examples in stored order, as pairs of NumPy arrays of a few examples each."""
+    stored = order.Parts(order.as_stored(len(decoder)), _DECODED_TOGETHER)
+    return DecodedBatches(decoder, lambda epoch: stored).of_epoch(0).as_numpy_iterator()
+
+
+def numbers_of_good(decoder: Decoder) -> np.ndarray:
+    """The numbers of the examples that can be decoded, in order: int64 `[n]`."""
+
+    @tf.autograph.experimental.do_not_convert
+    def decode(index: tf.Tensor) -> tuple[tf.Tensor, ...]:
+        x, y = decoder(index, tf.zeros(0))
+        return index, tf.reduce_max(x), tf.reduce_max(y)  # TensorFlow would skip a computation without a result
+
+    numbers = tf.data.Dataset.range(len(decoder))
+    good = numbers.map(decode, num_parallel_calls=tf.data.AUTOTUNE, deterministic=True).ignore_errors()
+    return np.fromiter((index for index, _, _ in good.as_numpy_iterator()), np.int64)
 
 
 @contextlib.contextmanager

@@ -1,7 +1,8 @@
-"""A disk cache of decoded examples in a few files, to which an example is added when it is first decoded.
+"""The folder of caches that all processes and runs share: indexes of files, and decoded examples.
 
-The name of the cache's folder depends on the names, sizes and modification times of the decoded files. Several
-processes, also on several machines, can write at the same time:
+A cache of decoded examples is a folder of a few files, to which an example is added when it is first decoded. The name
+of the folder depends on the names, sizes and modification times of the decoded files. Several processes, also on
+several machines, can write at the same time:
 
     NAME.data     contents, one after the other        each process appends to its own pair of files,
     NAME.index    (number, begin, length) of each      and reads those of all processes
@@ -23,19 +24,24 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import threading
 import time
 import uuid
 import weakref
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import tensorflow as tf
 
-from tfdist.data.input import cache_folder
+from tfdist.jobs import consensus
 
+if TYPE_CHECKING:
+    import tensorflow as tf
+
+FOLDER_VARIABLE = "TFDIST_CACHE_DIR"
+DEFAULT_FOLDER = "~/.cache/tfdist"
 # Rows are written to the index after this many bytes or seconds, and at the end; only then other processes see them.
 BYTES_BETWEEN_ROWS, SECONDS_BETWEEN_ROWS = 64 << 20, 5.0
 # How often a process reads the indexes of others.
@@ -43,6 +49,84 @@ SECONDS_BETWEEN_LOOKS = 1.0
 
 _ROW = np.dtype([("number", "<i8"), ("begin", "<i8"), ("length", "<i8")])
 _NOWHERE = -1
+
+# An example is stored as height and width of the picture, its pixels, and the target as int32.
+_HEADER = np.dtype(np.int32)
+
+
+def root() -> Path:
+    """The folder: TFDIST_CACHE_DIR, else `~/.cache/tfdist`."""
+    return Path(os.environ.get(FOLDER_VARIABLE) or DEFAULT_FOLDER).expanduser()
+
+
+def free_bytes() -> int:
+    """The free space on the disk of the folder; 0 if it is unknown."""
+    folder = root()
+    with contextlib.suppress(OSError, StopIteration):
+        return shutil.disk_usage(next(parent for parent in (folder, *folder.parents) if parent.exists())).free
+    return 0
+
+
+def fingerprint(purpose: Any, paths: Sequence[str | Path]) -> str:
+    """A name for a cache of these files; it changes with their names, sizes and modification times.
+
+    Args:
+        purpose: what is cached, and how it was made from the files.
+        paths: the files.
+
+    Raises:
+        OSError: a file is missing.
+    """
+    files = [(str(path), stat.st_size, stat.st_mtime_ns) for path, stat in zip(paths, map(os.stat, paths), strict=True)]
+    return consensus.fingerprint([purpose, files])
+
+
+class DiskCache:
+    """The cache of the examples of a split.
+
+    Args:
+        decoded_as: identifies the examples of these files and how they are decoded.
+        paths: the files that contain the examples.
+        count: the number of examples.
+    """
+
+    def __init__(self, decoded_as: Any, paths: Sequence[str | Path], count: int):
+        folder = root() / fingerprint(["packed", decoded_as], paths)
+        self._files = PackedFiles(folder, count)
+
+    def through(
+        self, index: tf.Tensor, decode: Callable[[], tuple[tf.Tensor, tf.Tensor]], channels: int
+    ) -> tuple[tf.Tensor, tf.Tensor]:
+        """The cached or new result of `decode` for example `index`: picture uint8 `[h, w, C]` and target int32."""
+        import tensorflow as tf  # not at the top: `tfdist doctor` looks at the folder without TensorFlow
+
+        stored = tf.ensure_shape(tf.numpy_function(self._read, [index], tf.string), [])
+
+        def unpacked() -> tuple[tf.Tensor, tf.Tensor]:
+            size = tf.io.decode_raw(tf.strings.substr(stored, 0, 2 * _HEADER.itemsize), tf.int32)
+            pixels = size[0] * size[1] * channels
+            picture = tf.io.decode_raw(tf.strings.substr(stored, 2 * _HEADER.itemsize, pixels), tf.uint8)
+            target = tf.io.decode_raw(tf.strings.substr(stored, 2 * _HEADER.itemsize + pixels, -1), tf.int32)
+            # A label is one number; a mask has one number per pixel.
+            shape = tf.cond(tf.size(target) == 1, lambda: tf.zeros(0, tf.int32), lambda: size)
+            return tf.reshape(picture, [size[0], size[1], channels]), tf.reshape(target, shape)
+
+        def packed() -> tuple[tf.Tensor, tf.Tensor]:
+            picture, target = decode()
+            written = tf.numpy_function(self._write, [index, picture, target], tf.int32)
+            with tf.control_dependencies([written]):
+                return tf.identity(picture), tf.identity(target)
+
+        return tf.cond(tf.strings.length(stored) > 0, unpacked, packed)
+
+    def _read(self, index: int) -> bytes:
+        return self._files.read(int(index))
+
+    def _write(self, index: int, picture: np.ndarray, target: np.ndarray) -> np.int32:
+        content = np.array(picture.shape[:2], _HEADER).tobytes() + picture.tobytes() + target.astype(np.int32).tobytes()
+        with contextlib.suppress(OSError):  # if the disk is full, the example is decoded again next time
+            self._files.write(int(index), content)
+        return np.int32(0)
 
 
 class PackedFiles:
@@ -146,53 +230,3 @@ class _Writer:
         os.fsync(self.data)
         os.write(self._index, np.array(self._rows, _ROW).tobytes())
         self._rows, self._indexed, self._rows_written = [], self._end, time.monotonic()
-
-
-# An example is stored as height and width of the picture, its pixels, and the target as int32.
-_HEADER = np.dtype(np.int32)
-
-
-class DiskCache:
-    """The cache of the examples of a split.
-
-    Args:
-        decoded_as: identifies the examples of these files and how they are decoded.
-        paths: the files that contain the examples.
-        count: the number of examples.
-    """
-
-    def __init__(self, decoded_as: Any, paths: Sequence[str | Path], count: int):
-        folder = cache_folder.root() / cache_folder.fingerprint(["packed", decoded_as], paths)
-        self._files = PackedFiles(folder, count)
-
-    def through(
-        self, index: tf.Tensor, decode: Callable[[], tuple[tf.Tensor, tf.Tensor]], channels: int
-    ) -> tuple[tf.Tensor, tf.Tensor]:
-        """The cached or new result of `decode` for example `index`: picture uint8 `[h, w, C]` and target int32."""
-        stored = tf.ensure_shape(tf.numpy_function(self._read, [index], tf.string), [])
-
-        def unpacked() -> tuple[tf.Tensor, tf.Tensor]:
-            size = tf.io.decode_raw(tf.strings.substr(stored, 0, 2 * _HEADER.itemsize), tf.int32)
-            pixels = size[0] * size[1] * channels
-            picture = tf.io.decode_raw(tf.strings.substr(stored, 2 * _HEADER.itemsize, pixels), tf.uint8)
-            target = tf.io.decode_raw(tf.strings.substr(stored, 2 * _HEADER.itemsize + pixels, -1), tf.int32)
-            # A label is one number; a mask has one number per pixel.
-            shape = tf.cond(tf.size(target) == 1, lambda: tf.zeros(0, tf.int32), lambda: size)
-            return tf.reshape(picture, [size[0], size[1], channels]), tf.reshape(target, shape)
-
-        def packed() -> tuple[tf.Tensor, tf.Tensor]:
-            picture, target = decode()
-            written = tf.numpy_function(self._write, [index, picture, target], tf.int32)
-            with tf.control_dependencies([written]):
-                return tf.identity(picture), tf.identity(target)
-
-        return tf.cond(tf.strings.length(stored) > 0, unpacked, packed)
-
-    def _read(self, index: int) -> bytes:
-        return self._files.read(int(index))
-
-    def _write(self, index: int, picture: np.ndarray, target: np.ndarray) -> np.int32:
-        content = np.array(picture.shape[:2], _HEADER).tobytes() + picture.tobytes() + target.astype(np.int32).tobytes()
-        with contextlib.suppress(OSError):  # if the disk is full, the example is decoded again next time
-            self._files.write(int(index), content)
-        return np.int32(0)

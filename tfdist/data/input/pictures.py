@@ -18,7 +18,7 @@ import numpy as np
 import psutil
 
 from tfdist.data.input import augmentation as augmentations
-from tfdist.data.input import cache_folder, order
+from tfdist.data.input import disk_cache, order
 from tfdist.data.input.arrays import Arrays, label_type
 from tfdist.data.input.bad_examples import BadExamples
 from tfdist.data.input.division import Division
@@ -35,12 +35,9 @@ from tfdist.jobs.world import World
 if TYPE_CHECKING:
     import tensorflow as tf
 
-    from tfdist.data.input.array_feed import OrderOf
     from tfdist.data.input.augmentation import Augmentation
-    from tfdist.data.input.decoding import Decoder
-    from tfdist.data.input.disk_cache import DiskCache
+    from tfdist.data.input.decoding import DecodedBatches, Decoder
     from tfdist.data.input.feed import Feed
-    from tfdist.data.input.tf_datasets import DecodedBatches
 
 # A split that takes at most this share of the free memory is decoded once into memory.
 SHARE_OF_MEMORY = 0.25
@@ -94,7 +91,7 @@ class PictureSource(Source):
         self._caches: dict[tuple[str, bool], str] = {}
         self._decoders: dict[tuple[str, Augmentation | None], Decoder] = {}
         self._decoded: dict[PipelineArguments, DecodedBatches] = {}
-        self._disk_caches: dict[str, DiskCache] = {}
+        self._disk_caches: dict[str, disk_cache.DiskCache] = {}
         if bad.skips:
             for split, (numbers, problems) in scan_all(spec, self.files).items():
                 self.files[split] = self.files[split].keep(numbers)
@@ -114,22 +111,21 @@ class PictureSource(Source):
         arguments = dataclasses.replace(arguments, stream_positions=False)
         if self.in_memory(split, self.augmentation(arguments.augment)):
             return super()._feed(arguments, world)
-        from tfdist.data.input.file_feed import FileFeed
+        from tfdist.data.input import file_feed
 
         order_of = self._order_of(arguments)
 
         def pipeline(epoch: int, first_batch: int, end_batch: int | None) -> tf.data.Dataset:
-            from tfdist.data.input import tf_datasets
-
             batches = self._decoded_batches(PipelineArguments(arguments, world))
             # A pool of its own, so that the operations of the model need not wait for decoding.
-            return tf_datasets.with_options(batches.of_epoch(epoch, first_batch, end_batch), cores(), True)
+            return file_feed.with_options(batches.of_epoch(epoch, first_batch, end_batch), cores(), True)
 
         def problem(epoch: int, first_batch: int, batches: int) -> DataError | None:
             first, last = first_batch * batch_size, (first_batch + batches) * batch_size
             return self._first_problem(split, order_of(epoch)[first:last])
 
-        return FileFeed(pipeline, problem, self.spec.examples[split], batch_size, world, self.files[split].listing)
+        examples, listing = self.spec.examples[split], self.files[split].listing
+        return file_feed.FileFeed(pipeline, problem, examples, batch_size, world, listing)
 
     def _batches(self, arguments: PipelineArguments) -> tf.data.Dataset:
         augmentation = self.augmentation(arguments.feed.augment)
@@ -145,31 +141,27 @@ class PictureSource(Source):
         return self._decoded[key]
 
     def _make_decoded_batches(self, arguments: PipelineArguments) -> DecodedBatches:
-        from tfdist.data.input import tf_datasets
+        from tfdist.data.input import decoding
 
         split, batch_size, world = arguments.feed.split, arguments.feed.global_batch_size, arguments.world
         files, division, deterministic = self.files[split], Division.among_processes(world), arguments.deterministic
-        order_of = self._order_of(arguments.feed)
-        augmentation = self.augmentation(arguments.feed.augment)
+        order_of, augmentation = self._order_of(arguments.feed), self.augmentation(arguments.feed.augment)
+        draws = 0 if augmentation is None else augmentation.draws
 
         def parts_of(epoch: int) -> order.Parts:
             if arguments.by_file:
                 return order.parts_by_file(order_of(epoch), files.file_numbers, batch_size, world.rank, division)
             return order.Parts(order_of(epoch), batch_size, world.rank, division)
 
-        decoder = self._decoder(split, augmentation)
-        is_cached = self.cache_of(split, augmentation) != "off"
-        read_ahead = 0 if is_cached or arguments.by_file else self._shuffle_buffer // world.world_size
-        if augmentation is None:
-            return tf_datasets.DecodedBatches(decoder, parts_of, deterministic=deterministic, read_ahead=read_ahead)
-        draws = augmentation.draws
-
         def draws_of(epoch: int) -> Callable[[np.ndarray], np.ndarray]:
             return augmentations.rows(self.spec.examples[split], draws, arguments.feed.seed, epoch)
 
-        return tf_datasets.DecodedBatches(decoder, parts_of, draws, draws_of, deterministic, read_ahead)
+        decoder = self._decoder(split, augmentation)
+        is_cached = self.cache_of(split, augmentation) != "off"
+        read_ahead = 0 if is_cached or arguments.by_file else self._shuffle_buffer // world.world_size
+        return decoding.DecodedBatches(decoder, parts_of, draws, draws_of, deterministic, read_ahead)
 
-    def _shuffled(self, split: str, batch_size: int, seed: int) -> OrderOf:
+    def _shuffled(self, split: str, batch_size: int, seed: int) -> order.OrderOf:
         files = self.files[split]
         if not (self._shuffle_buffer and isinstance(files, Records)):
             return super()._shuffled(split, batch_size, seed)
@@ -215,20 +207,18 @@ class PictureSource(Source):
         from tfdist.data.input import decoding
 
         on_disk = examples * decoding.Decoder(self.spec, self.files[split]).bytes_decoded()
-        return "disk" if on_disk <= SHARE_OF_DISK * cache_folder.free_bytes() else "off"
+        return "disk" if on_disk <= SHARE_OF_DISK * disk_cache.free_bytes() else "off"
 
     def _with_spec(self, **changes: Any) -> Self:
         changed = super()._with_spec(**changes)
         changed._caches, changed._disk_caches, changed._decoders, changed._decoded = {}, {}, {}, {}
         return changed
 
-    def _disk_cache(self, split: str) -> DiskCache:
-        from tfdist.data.input.disk_cache import DiskCache
-
+    def _disk_cache(self, split: str) -> disk_cache.DiskCache:
         if split not in self._disk_caches:
             files = self.files[split]
             decoded_as = [self.spec.task, self.spec.input_shape[2], files.examples_fingerprint]
-            self._disk_caches[split] = DiskCache(decoded_as, files.paths, len(files))
+            self._disk_caches[split] = disk_cache.DiskCache(decoded_as, files.paths, len(files))
         return self._disk_caches[split]
 
     def _decode_all(self, split: str, count: int) -> Arrays:
@@ -237,14 +227,14 @@ class PictureSource(Source):
         Raises:
             DataError: an example is bad; names the first.
         """
-        from tfdist.data.input import decoding, tf_datasets
+        from tfdist.data.input import decoding
 
         files = self.files[split].keep(range(count))
         x = np.empty((count, *self.spec.input_shape), np.float32)
         y = np.empty((count, *self.spec.target_shape), self._target_type)
         done = 0
         with decoding.explained(lambda: self._first_problem(split, np.arange(done, count))):
-            for pictures, targets in tf_datasets.all_examples(decoding.Decoder(self.spec, files)):
+            for pictures, targets in decoding.all_examples(decoding.Decoder(self.spec, files)):
                 end = done + len(pictures)
                 x[done:end], y[done:end] = pictures, targets
                 done = end

@@ -40,10 +40,10 @@ def scan_all(spec: DataSpec, files: Mapping[str, Pictures | Records]) -> dict[st
 
 
 def _scan(spec: DataSpec, files: Pictures | Records) -> Scan:
-    from tfdist.data.input import decoding, tf_datasets
+    from tfdist.data.input import decoding
 
     decoder = decoding.Decoder(spec, files)
-    numbers = tf_datasets.numbers_of_good(decoder)
+    numbers = decoding.numbers_of_good(decoder)
     bad = np.delete(np.arange(len(files)), numbers).tolist()
     return numbers, [decoder.problem(number) or f"`{files.name(number)}` cannot be read" for number in bad]
 

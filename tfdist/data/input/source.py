@@ -1,5 +1,8 @@
 """A dataset that can be read: its spec, its arrays, and its batches for the loop and for `tf.data`.
 
+A `Source` keeps its examples in memory; an `IndexedSource` reads them by number, batch by batch, for datasets that do
+not fit into memory.
+
 Synopsis:
 
     >>> x = np.linspace(0, 1, 12, dtype=np.float32).reshape(6, 2)
@@ -8,6 +11,9 @@ Synopsis:
     {'train': 6, 'validation': 0, 'test': 0}
     >>> source.limit(4).arrays("train")[1]
     array([0, 1, 0, 1], dtype=int32)
+    >>> indexed = IndexedSource(source.spec, lambda split, indices: (x[indices], indices % 2))
+    >>> indexed.limit(3).arrays("train")[1]
+    array([0, 1, 0], dtype=int32)
 """
 
 from __future__ import annotations
@@ -43,11 +49,11 @@ from tfdist.jobs.world import World
 if TYPE_CHECKING:
     import tensorflow as tf
 
-    from tfdist.data.input.array_feed import ArrayFeed, OrderOf
+    from tfdist.data.input.array_feed import ArrayFeed
     from tfdist.data.input.arrays import Transform
     from tfdist.data.input.augmentation import Augmentation
     from tfdist.data.input.feed import Feed
-    from tfdist.data.input.large_feed import LargeExamples
+    from tfdist.data.input.file_feed import LargeExamples
 
 
 class StoredArrays:
@@ -92,6 +98,8 @@ class StoredArrays:
 
 # The first `count` examples of a split, in stored order.
 Read = Callable[[str, int], Arrays]
+# x and y of the examples of a split with these numbers, integers `[n]`.
+ReadAt = Callable[[str, np.ndarray], Arrays]
 
 ALONE = World()
 
@@ -286,6 +294,29 @@ class Source:
 
         return ArrayFeed(*self._parts_of_feed(arguments))
 
+    def repeated_feed(self, split: str, global_batch_size: int, **options: Any) -> Feed:
+        """Passes of the same length as those of `feed`, in which every batch has the examples of its first batch.
+
+        This input costs nothing, and so measures what the dataset's own input costs. Each process reads one global
+        batch.
+
+        Args:
+            split: "train", "validation" or "test".
+            global_batch_size: the number of examples per step over all ranks.
+            **options: the other arguments of `feed`, except `world`.
+
+        Raises:
+            UsageError: the batches have different widths, so that one batch cannot replace the others.
+        """
+        if self.bucketed:
+            raise UsageError(
+                f"The batches of `{self.spec.name}` have different widths, but a batch that is repeated has only one",
+                "load the dataset without `buckets`",
+            )
+        from tfdist.data.input import array_feed
+
+        return array_feed.repeated(self.feed(split, global_batch_size, **options))
+
     def pipeline(
         self,
         split: str,
@@ -330,11 +361,11 @@ class Source:
                 that are not in files.
             UnknownNameError, DataError: see `arrays`.
         """
-        from tfdist.data.input import tf_datasets
+        from tfdist.data.input import file_feed
 
         feed = FeedArguments(split, global_batch_size, seed, shuffle, augment)
         arguments = PipelineArguments(feed, world, deterministic, by_file, epoch, first_batch)
-        return tf_datasets.with_options(self._batches(arguments), threads, deterministic)
+        return file_feed.with_options(self._batches(arguments), threads, deterministic)
 
     def _batches(self, arguments: PipelineArguments) -> tf.data.Dataset:
         if arguments.by_file:
@@ -351,7 +382,7 @@ class Source:
         """The `ArrayFeed` or `LargeExamples` whose method `dataset` makes the pipelines of all epochs; made once."""
         if arguments not in self._pipelines:
             from tfdist.data.input.array_feed import ArrayFeed
-            from tfdist.data.input.large_feed import LargeExamples
+            from tfdist.data.input.file_feed import LargeExamples
 
             kind = LargeExamples if self._by_range(arguments.split) else ArrayFeed
             self._pipelines[arguments] = kind(*self._parts_of_feed(arguments))
@@ -372,7 +403,7 @@ class Source:
         augmentations.check(augmentation, self.spec)
         return augmentation
 
-    def _parts_of_feed(self, arguments: FeedArguments) -> tuple[Any, int, OrderOf, ToModelTypes | None]:
+    def _parts_of_feed(self, arguments: FeedArguments) -> tuple[Any, int, order.OrderOf, ToModelTypes | None]:
         """The arguments of `ArrayFeed` and `LargeExamples`: examples, batch size, order and transform."""
         from tfdist.data.input.array_feed import tensors
 
@@ -387,7 +418,7 @@ class Source:
             return tensors(x, stored.arrays[1]), batch_size, order_of, transform
         return stored.tensors, batch_size, order_of, transform
 
-    def _order_of(self, arguments: FeedArguments) -> OrderOf:
+    def _order_of(self, arguments: FeedArguments) -> order.OrderOf:
         """The order of each epoch, after a check of the arguments."""
         split, batch_size, shuffle = arguments.split, arguments.global_batch_size, arguments.shuffle
         self._check_split(split)
@@ -406,7 +437,7 @@ class Source:
             shuffle = split == "train"
         return self._shuffled(split, batch_size, arguments.seed) if shuffle else lambda epoch: order.as_stored(examples)
 
-    def _shuffled(self, split: str, batch_size: int, seed: int) -> OrderOf:
+    def _shuffled(self, split: str, batch_size: int, seed: int) -> order.OrderOf:
         if self.bucketed:
             lengths = np.sum([*sentence_lengths(self._examples(split).arrays[0]).values()], axis=0)
             return lambda epoch: order.bucketed_order(lengths, batch_size, seed, epoch)
@@ -441,3 +472,84 @@ class Source:
                 f"Dataset `{self.spec.name}` has no examples in its split `{split}`, so no batches",
                 f"use a dataset that has `{split}` examples",
             )
+
+
+class IndexedSource(Source):
+    """A source that reads the examples of each batch when they are needed; see `Source`.
+
+    A process reads only its own part of each batch, and several batches at the same time, in threads. What the reader
+    returns is checked for each batch:
+
+        order of the epoch, by range ──> this rank's numbers of a batch ──> the user's reader ──> check ──> augment
+    """
+
+    def __init__(self, spec: DataSpec, read_at: ReadAt):
+        """Makes a source of `spec.examples[split]` examples per split.
+
+        Args:
+            spec: the facts about the dataset.
+            read_at: `read_at(split, indices)` returns the examples with these numbers, in this order, as
+                `tfdist.data.spec` describes them: for example rows of arrays from `numpy.load(..., mmap_mode="r")`. It
+                is called from several threads.
+        """
+        super().__init__(spec, lambda split, count: read_at(split, np.arange(count)))
+        self._read_at = read_at
+        self._problem: DataError | None = None
+
+    def cached(self) -> Source:
+        source = Source(self.spec, self._read)
+        source.origin = self._origin_with(cached=True)
+        return source
+
+    def _feed(self, arguments: FeedArguments, world: World) -> Feed:
+        return self.pipelines(arguments).feed(world, lambda: self._problem)
+
+    def _by_range(self, split: str) -> bool:
+        self._check_split(split)
+        return True
+
+    def _parts_of_feed(self, arguments: FeedArguments) -> tuple[Any, int, order.OrderOf, ToModelTypes | None]:
+        if arguments.stream_positions:
+            raise UsageError(
+                f"The examples of `{self.spec.name}` are read by number, without their positions in streams",
+                "use a source of arrays for a model that keeps a state",
+            )
+        split, transform, augmentation = arguments.split, None, self.augmentation(arguments.augment)
+        if augmentation is not None:
+            augmented = augmentations.Augmented(self.spec, augmentation, arguments.seed, self.spec.examples[split])
+            transform = ToModelTypes(self.spec, then=augmented)
+        order_of = self._order_of(arguments)
+        return lambda indices: self._examples_at(split, indices), arguments.global_batch_size, order_of, transform
+
+    def _examples_at(self, split: str, indices: tf.Tensor) -> Any:
+        """Reads the examples with these numbers in a graph."""
+        import tensorflow as tf
+
+        specs = _specs(self.spec)
+        flat_specs = tf.nest.flatten(specs)
+
+        def read(numbers: np.ndarray) -> list[np.ndarray]:
+            spec = dataclasses.replace(self.spec, examples={split: len(numbers)})
+            try:
+                x, y = self._read_at(split, numbers)
+                arrays = tf.nest.flatten(checked(spec, split, x, x if spec.task == "autoencoding" else y))
+                return [cast(array, of.dtype.as_numpy_dtype) for array, of in zip(arrays, flat_specs, strict=True)]
+            except DataError as error:
+                self._problem = error
+                raise
+
+        arrays = tf.numpy_function(read, [indices], [spec.dtype for spec in flat_specs])
+        flat = [tf.ensure_shape(array, spec.shape) for array, spec in zip(arrays, flat_specs, strict=True)]
+        return tf.nest.pack_sequence_as(specs, flat)
+
+
+def _specs(spec: DataSpec) -> Any:
+    """The `tf.TensorSpec`s of x and y in a batch, as a model sees them."""
+    import tensorflow as tf
+
+    x_type, y_type = model_types(spec)
+    x = tf.TensorSpec([None, *spec.input_shape], x_type)
+    y = tf.TensorSpec([None, *spec.target_shape], y_type)
+    if spec.task == "translation":
+        return {"source": x, "target": tf.TensorSpec([None, *spec.target_shape], x_type)}, y
+    return x, y

@@ -18,7 +18,7 @@ import numpy as np
 from filelock import FileLock
 
 from tfdist import files
-from tfdist.data.input import cache_folder
+from tfdist.data.input import disk_cache
 from tfdist.errors import DataError
 from tfdist.jobs import consensus
 
@@ -116,7 +116,7 @@ def index(paths: Sequence[Path]) -> np.ndarray:
         DataError: a file is missing or ends within a record.
     """
     try:
-        cached = cache_folder.root() / f"records-{cache_folder.fingerprint('records', paths)}.npy"
+        cached = disk_cache.root() / f"records-{disk_cache.fingerprint('records', paths)}.npy"
     except OSError as error:
         raise _unreadable(error.filename, error) from error
     with contextlib.suppress(OSError):

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from os import PathLike
 
-from tfdist.data.formats import coco, tfds_prepare
+from tfdist.data.formats import coco, tfds
 from tfdist.data.input.pictures import PictureSource
 from tfdist.data.sources.coco_folder import source_of
 from tfdist.options import Fraction, Size
@@ -40,10 +40,10 @@ def load(
     Raises:
         DataError: the archives do not exist and cannot be downloaded.
     """
-    folder = tfds_prepare.data_folder(data_dir)
-    import tensorflow_datasets as tfds
+    folder = tfds.data_folder(data_dir)
+    import tensorflow_datasets
 
-    folders = tfds_prepare.extracted(tfds.builder("coco/2017", data_dir=folder), folder, ARCHIVES)
+    folders = tfds.extracted(tensorflow_datasets.builder("coco/2017", data_dir=folder), folder, ARCHIVES)
     parts = {
         split: coco.read(folders["annotations"] / "annotations" / f"instances_{name}.json", folders[name] / name)
         for split, name in (("train", "train2017"), ("test", "val2017"))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from os import PathLike
 
-from tfdist.data.formats import tfds_sources
+from tfdist.data.formats import tfds
 from tfdist.data.input.source import Source
 
 
@@ -17,4 +17,4 @@ def load(data_dir: str | PathLike[str] | None = None) -> Source:
     Raises:
         DataError: the dataset is not prepared and cannot be downloaded.
     """
-    return tfds_sources.in_memory("fashion_mnist", data_dir)
+    return tfds.in_memory("fashion_mnist", data_dir)

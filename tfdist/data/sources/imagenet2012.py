@@ -8,7 +8,7 @@ from __future__ import annotations
 from os import PathLike
 from pathlib import Path
 
-from tfdist.data.formats import tfds_sources
+from tfdist.data.formats import tfds
 from tfdist.data.input.pictures import SHUFFLE_BUFFER, PictureSource
 from tfdist.errors import DataError
 from tfdist.options import Count, Size
@@ -41,9 +41,9 @@ def load(
     Raises:
         DataError: the dataset is not prepared and archives are missing; the error names them and their folder.
     """
-    builder = tfds_sources.builder_of("imagenet2012", data_dir, _check_archives)
+    builder = tfds.builder_of("imagenet2012", data_dir, _check_archives)
     label = builder.info.features["label"]
-    return tfds_sources.by_record(
+    return tfds.by_record(
         builder,
         "validation",
         size,

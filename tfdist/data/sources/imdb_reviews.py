@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from os import PathLike
 
-from tfdist.data.formats import text, text_sources, tfds_sources
+from tfdist.data.formats import text, tfds
 from tfdist.data.input.bad_examples import FAIL, BadExamples
 from tfdist.data.input.source import Source
 from tfdist.options import Count
@@ -30,18 +30,17 @@ def load(
     Raises:
         DataError: the dataset is not prepared and cannot be downloaded.
     """
-    builder = tfds_sources.builder_of("imdb_reviews", data_dir)
+    builder = tfds.builder_of("imdb_reviews", data_dir)
     count = builder.info.splits["train"].num_examples
     first = count - count // 10
     slices = {"train": f"train[:{first}]", "validation": f"train[{first}:]", "test": "test"}
     parts = {
         split: [
-            (text.words(example["text"].decode()), int(example["label"]))
-            for example in tfds_sources.examples(builder, stored)
+            (text.words(example["text"].decode()), int(example["label"])) for example in tfds.examples(builder, stored)
         ]
         for split, stored in slices.items()
     }
-    return text_sources.labelled(
+    return text.labelled(
         "imdb_reviews",
         parts,
         2,

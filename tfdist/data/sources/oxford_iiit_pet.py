@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from os import PathLike
 
-from tfdist.data.formats import tfds_sources
+from tfdist.data.formats import tfds
 from tfdist.data.input.pictures import SHUFFLE_BUFFER, PictureSource
 from tfdist.options import Count, Size
 
@@ -33,8 +33,8 @@ def load(
     Raises:
         DataError: the dataset is not prepared and cannot be downloaded.
     """
-    builder = tfds_sources.builder_of("oxford_iiit_pet", data_dir)
-    return tfds_sources.by_record(
+    builder = tfds.builder_of("oxford_iiit_pet", data_dir)
+    return tfds.by_record(
         builder,
         "test",
         size,

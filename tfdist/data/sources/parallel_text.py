@@ -8,8 +8,7 @@ from __future__ import annotations
 from os import PathLike
 from pathlib import Path
 
-from tfdist.data.formats import local_files
-from tfdist.data.formats.text_sources import Pairs, translated
+from tfdist.data.formats import local_files, text
 from tfdist.data.input.bad_examples import BadExamples
 from tfdist.data.input.source import Source
 from tfdist.errors import DataError, UsageError
@@ -54,7 +53,7 @@ def load(
     directory, bad = local_files.folder(data_dir, "parallel_text"), BadExamples(on_bad_example)
     names_of = {"train": train, "validation": validation, "test": test}
     parts = {split: _read(directory, names, split, encoding, bad) for split, names in names_of.items() if names}
-    return translated(
+    return text.translated(
         "parallel_text",
         parts,
         length=length,
@@ -66,7 +65,7 @@ def load(
     )
 
 
-def _read(directory: Path, names: str, split: str, encoding: str, bad: BadExamples) -> Pairs:
+def _read(directory: Path, names: str, split: str, encoding: str, bad: BadExamples) -> text.Pairs:
     files = local_files.find(directory, names, "parallel_text", split)
     if len(files) != 2:
         raise UsageError(
@@ -80,4 +79,8 @@ def _read(directory: Path, names: str, split: str, encoding: str, bad: BadExampl
             "name two files whose lines are translations of each other",
         )
     # If one line of a pair is bad, the pair is left out.
-    return [(s, t) for (_, s), (_, t) in zip(source, target, strict=True) if s is not None and t is not None]
+    return [
+        (text.words(one), text.words(other))
+        for (_, one), (_, other) in zip(source, target, strict=True)
+        if one is not None and other is not None
+    ]

@@ -20,7 +20,6 @@ from pathlib import Path
 import numpy as np
 
 from tfdist.data.formats import local_files, text
-from tfdist.data.formats.text_sources import Sentences, labelled
 from tfdist.data.input.bad_examples import BadExamples
 from tfdist.data.input.source import Source
 from tfdist.errors import UsageError
@@ -76,7 +75,7 @@ def load(
         parts["train"], parts["test"] = _split(parts["train"], folds, fold)
     if not validation:
         parts["train"], parts["validation"] = _split(parts["train"], 10, 0)
-    return labelled(
+    return text.labelled(
         "sentences", parts, classes, length=length, words=words, buckets=buckets, vocabulary=vocabulary, bad=bad
     )
 
@@ -88,9 +87,9 @@ def _check_folds(folds: int, fold: int, test: str | None) -> None:
         raise UsageError(f"`fold` is {fold} of {folds}", "use 2 folds or more, and a fold from 0 to folds - 1")
 
 
-def _read_all(files: list[Path], classes: int, encoding: str, bad: BadExamples) -> Sentences:
+def _read_all(files: list[Path], classes: int, encoding: str, bad: BadExamples) -> text.Sentences:
     """The sentences of a split: one file in its order, or several files, one per class, shuffled."""
-    sentences: Sentences = []
+    sentences: text.Sentences = []
     for index, path in enumerate(files):
         sentences += _read(path, index, len(files), classes, encoding, bad)
     if len(files) == 1:
@@ -122,7 +121,7 @@ def _label_and_sentence(line: str) -> tuple[str, str]:
     return label, sentence
 
 
-def _split(sentences: Sentences, parts: int, part: int) -> tuple[Sentences, Sentences]:
+def _split(sentences: text.Sentences, parts: int, part: int) -> tuple[text.Sentences, text.Sentences]:
     """All sentences except one part of `parts`, and that part; deterministic for the same sentences."""
     order = np.random.default_rng(0).permutation(len(sentences))
     inside = np.zeros(len(sentences), bool)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from os import PathLike
 
-from tfdist.data.formats import text_sources, tfds_sources
+from tfdist.data.formats import text, tfds
 from tfdist.data.input.bad_examples import FAIL, BadExamples
 from tfdist.data.input.source import Source
 from tfdist.errors import UnknownNameError
@@ -41,20 +41,21 @@ def load(
         UnknownNameError: there is no such pair.
         DataError: the dataset is not prepared and cannot be downloaded.
     """
-    import tensorflow_datasets as tfds
+    import tensorflow_datasets
 
-    pairs = tfds.builder_cls("ted_hrlr_translate").builder_configs
+    pairs = tensorflow_datasets.builder_cls("ted_hrlr_translate").builder_configs
     if pair not in pairs:
         raise UnknownNameError("pair of languages", pair, pairs)
-    builder = tfds_sources.builder_of(f"ted_hrlr_translate/{pair}", data_dir)
+    builder = tfds.builder_of(f"ted_hrlr_translate/{pair}", data_dir)
     source, target = builder.info.supervised_keys
     parts = {
         split: [
-            (example[source].decode(), example[target].decode()) for example in tfds_sources.examples(builder, split)
+            (text.words(example[source].decode()), text.words(example[target].decode()))
+            for example in tfds.examples(builder, split)
         ]
         for split in ("train", "validation", "test")
     }
-    return text_sources.translated(
+    return text.translated(
         "ted_hrlr_translate",
         parts,
         length=length,

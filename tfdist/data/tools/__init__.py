@@ -1,1 +1,1 @@
-"""Tools for datasets: pipeline speed, contact sheet and download."""
+"""Tools for datasets: the speed of their pipelines, download, and loading for a model."""
