@@ -127,12 +127,6 @@ def translated(
     )
 
 
-def _vocabulary(file: str | None, sentences: Iterable[list[str]], size: int, specials: Sequence[str]) -> Vocabulary:
-    if file is not None:
-        return Vocabulary(read_vocabulary(Path(file)))
-    return Vocabulary.of(sentences, size, specials)
-
-
 def words(sentence: str) -> list[str]:
     """The words and punctuation marks of a sentence, in lower case and without markup such as `<br />`."""
     return _WORD.findall(_MARKUP.sub(" ", sentence).lower())
@@ -211,3 +205,9 @@ def keep_vocabulary(path: Path, tokens: Sequence[str]) -> None:
             f"The vocabulary of the training data differs from `{path}`, with which the run began",
             "resume the run on the same files, or begin a new run",
         )
+
+
+def _vocabulary(file: str | None, sentences: Iterable[list[str]], size: int, specials: Sequence[str]) -> Vocabulary:
+    if file is not None:
+        return Vocabulary(read_vocabulary(Path(file)))
+    return Vocabulary.of(sentences, size, specials)

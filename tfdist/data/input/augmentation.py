@@ -22,7 +22,7 @@ import numpy as np
 
 from tfdist.data.input import order
 from tfdist.data.spec import DataSpec
-from tfdist.errors import UnknownNameError, UsageError
+from tfdist.errors import UnknownNameError
 
 if TYPE_CHECKING:
     import tensorflow as tf
@@ -74,16 +74,6 @@ def parse(name: str) -> Augmentation | None:
     if name not in NAMES:
         raise UnknownNameError("augmentation", name, NAMES)
     return _AUGMENTATIONS.get(name)
-
-
-def check(augmentation: Augmentation | None, spec: DataSpec) -> None:
-    """Raises `UsageError` if the examples of a dataset are not pictures."""
-    if augmentation is not None and len(spec.input_shape) != 3:
-        raise UsageError(
-            f"The augmentation `{augmentation.name}` needs pictures, but an example of `{spec.name}` has the shape "
-            f"`{spec.input_shape}`",
-            "leave `--augment` out",
-        )
 
 
 def table(examples: int, draws: int, seed: int, epoch: int) -> np.ndarray:

@@ -9,7 +9,7 @@ import contextlib
 import dataclasses
 import functools
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -22,7 +22,6 @@ from tfdist.data.input.disk_cache import DiskCache
 from tfdist.data.input.picture_files import Pictures
 from tfdist.data.input.tfrecords import Records
 from tfdist.data.spec import DataSpec
-from tfdist.errors import DataError
 
 # How many examples `all_examples` decodes into one pair of arrays.
 _DECODED_TOGETHER = 64
@@ -279,18 +278,6 @@ def numbers_of_good(decoder: Decoder) -> np.ndarray:
     numbers = tf.data.Dataset.range(len(decoder))
     good = numbers.map(decode, num_parallel_calls=tf.data.AUTOTUNE, deterministic=True).ignore_errors()
     return np.fromiter((index for index, _, _ in good.as_numpy_iterator()), np.int64)
-
-
-@contextlib.contextmanager
-def explained(explain: Callable[[], DataError | None]) -> Iterator[None]:
-    """Replaces an error of TensorFlow's by the error that `explain` returns, which names the bad example."""
-    try:
-        yield
-    except tf.errors.OpError as error:
-        explanation = explain()
-        if explanation is None:
-            raise
-        raise explanation from error
 
 
 def _largest_box(picture_size: tf.Tensor, size: Any, keep_all: bool) -> tf.Tensor:

@@ -66,7 +66,9 @@ class ResidentFeed(WrappedFeed):
         super().__init__(feed)
         copies = {device: _copied(feed.arrays, device) for device in dict.fromkeys(devices)}
         self._copies = tuple(copies[device] for device in devices)
-        specs = tuple(None if array is None else _spec(array) for array in tree.flatten(feed.arrays))
+        specs = tuple(
+            None if array is None else tf.TensorSpec(array.shape, array.dtype) for array in tree.flatten(feed.arrays)
+        )
         self.batches = ResidentBatches(feed.batches, specs)
 
     def start(self, epoch: int, first_batch: int) -> Any:
@@ -164,14 +166,9 @@ class PrefetchedBatches(Batches):
         parts, size = batch
         received, extras = parts[index % self.local_replicas]
         data = self.on_host.transformed(received, (None, *extras))
-        if division.count == 1:
-            return data, 1.0
-        if self.on_host.even:
-            begin, end = division.part(self.on_host.batch_size, index)
-            return data, (end - begin) / self.on_host.batch_size
         with tf.device("CPU:0"):
-            begin, end = division.part(size, index)
-            return data, (end - begin) / size
+            _, _, share = batch_parts.bounds(self.on_host.size or size, index, division)
+        return data, share
 
     def lengths_of_step(self, step: Any, division: Division) -> list[Any]:
         return batch_parts.rows(self.on_host.size or self._size_of_step(step), division)
@@ -225,10 +222,6 @@ def _copied(arrays: Any, device: str) -> Any:
 
 # The types that a GPU can gather. int32 is not among them: graphs read int32 arguments from the host at each call.
 _GATHERED = (tf.bool, tf.bfloat16, tf.float16, tf.float32, tf.float64, tf.int64, tf.complex64, tf.complex128)
-
-
-def _spec(array: tf.Tensor) -> tf.TensorSpec:
-    return tf.TensorSpec(array.shape, array.dtype)
 
 
 def _packed(array: tf.Tensor) -> tf.Tensor:

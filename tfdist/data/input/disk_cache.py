@@ -100,7 +100,7 @@ class DiskCache:
         """The cached or new result of `decode` for example `index`: picture uint8 `[h, w, C]` and target int32."""
         import tensorflow as tf  # not at the top: `tfdist doctor` looks at the folder without TensorFlow
 
-        stored = tf.ensure_shape(tf.numpy_function(self._read, [index], tf.string), [])
+        stored = tf.ensure_shape(tf.numpy_function(self._files.read, [index], tf.string), [])
 
         def unpacked() -> tuple[tf.Tensor, tf.Tensor]:
             size = tf.io.decode_raw(tf.strings.substr(stored, 0, 2 * _HEADER.itemsize), tf.int32)
@@ -118,9 +118,6 @@ class DiskCache:
                 return tf.identity(picture), tf.identity(target)
 
         return tf.cond(tf.strings.length(stored) > 0, unpacked, packed)
-
-    def _read(self, index: int) -> bytes:
-        return self._files.read(int(index))
 
     def _write(self, index: int, picture: np.ndarray, target: np.ndarray) -> np.int32:
         content = np.array(picture.shape[:2], _HEADER).tobytes() + picture.tobytes() + target.astype(np.int32).tobytes()

@@ -123,15 +123,8 @@ class FileFeed(Feed):
         self.begin(0)
         return list(self.range(0, 0, min(count, self.num_batches)))  # without an end, more would be read ahead
 
-    @contextlib.contextmanager
-    def naming_bad_examples(self, first_batch: int, batches: int) -> Iterator[None]:
-        try:
-            yield
-        except _ERRORS_OF_EXAMPLES as error:
-            problem = self._problem(self._epoch, first_batch, batches)
-            if problem is None:
-                raise
-            raise problem from error
+    def naming_bad_examples(self, first_batch: int, batches: int) -> contextlib.AbstractContextManager[Any]:
+        return explained(lambda: self._problem(self._epoch, first_batch, batches), _ERRORS_OF_EXAMPLES)
 
 
 @dataclass(frozen=True)
@@ -260,6 +253,20 @@ class LargeExamples:
         """The numbers of the examples of these batches, and the transform's extras for each of them."""
         indices = self._order_of(epoch)[begin * self.batch_size : end * self.batch_size]
         return indices, *(() if self._transform is None else self._transform.extras(epoch, indices))
+
+
+@contextlib.contextmanager
+def explained(
+    explain: Callable[[], DataError | None], errors: tuple[type[Exception], ...] = (tf.errors.OpError,)
+) -> Iterator[None]:
+    """Replaces one of these errors by the error that `explain` returns, which names the bad example."""
+    try:
+        yield
+    except errors as error:
+        explanation = explain()
+        if explanation is None:
+            raise
+        raise explanation from error
 
 
 def with_options(dataset: tf.data.Dataset, threads: int | None, deterministic: bool) -> tf.data.Dataset:

@@ -295,7 +295,6 @@ def _part_of_replica(
 
 
 def _value_or_no_examples(optional: Any) -> Any:
-    """The batch of an optional, or a batch without examples."""
     structure = keras_data.without_optionals(optional.element_spec)
     specs = [spec for spec in tree.flatten(structure) if spec is not None]
 
@@ -308,7 +307,6 @@ def _value_or_no_examples(optional: Any) -> Any:
 
 
 def _no_examples(spec: Any) -> Any:
-    """A tensor of this spec that has no examples."""
     shape = [0, *[size or 1 for size in spec.shape[1:]]]
     if isinstance(spec, tf.SparseTensorSpec):
         return tf.SparseTensor(tf.zeros([0, len(shape)], tf.int64), tf.zeros([0], spec.dtype), shape)

@@ -227,13 +227,13 @@ class PictureSource(Source):
         Raises:
             DataError: an example is bad; names the first.
         """
-        from tfdist.data.input import decoding
+        from tfdist.data.input import decoding, file_feed
 
         files = self.files[split].keep(range(count))
         x = np.empty((count, *self.spec.input_shape), np.float32)
         y = np.empty((count, *self.spec.target_shape), self._target_type)
         done = 0
-        with decoding.explained(lambda: self._first_problem(split, np.arange(done, count))):
+        with file_feed.explained(lambda: self._first_problem(split, np.arange(done, count))):
             for pictures, targets in decoding.all_examples(decoding.Decoder(self.spec, files)):
                 end = done + len(pictures)
                 x[done:end], y[done:end] = pictures, targets

@@ -56,46 +56,6 @@ if TYPE_CHECKING:
     from tfdist.data.input.file_feed import LargeExamples
 
 
-class StoredArrays:
-    """x and y of a split in memory.
-
-    Args:
-        spec: the spec of the dataset.
-        arrays: x and y as `arrays.checked` returns them.
-        divisor: a model sees x divided by it.
-    """
-
-    def __init__(self, spec: DataSpec, arrays: Arrays, divisor: int):
-        self.arrays = arrays
-        self._spec = spec
-        self._divisor = divisor
-        self._casts: weakref.WeakValueDictionary[str, np.ndarray] = weakref.WeakValueDictionary()
-
-    @functools.cached_property
-    def tensors(self) -> Any:
-        """x and y as `ArrayFeed` takes them: TensorFlow's copy, whose memory `arrays` shares from then on."""
-        from tfdist.data.input.array_feed import tensors_and_views
-
-        tensors, self.arrays = tensors_and_views(self.arrays)
-        return tensors
-
-    def for_model(self) -> Arrays:
-        """x and y as a model sees them; a cast array is kept only while it is used."""
-        (x, y), (x_type, y_type) = self.arrays, model_types(self._spec)
-        if isinstance(x, dict):
-            return {name: self._cast(name, array, x_type) for name, array in x.items()}, self._cast("y", y, y_type)
-        x_for_model = self._cast("x", x, x_type, self._divisor)
-        return x_for_model, (x_for_model if x is y else self._cast("y", y, y_type))
-
-    def _cast(self, name: str, array: np.ndarray, dtype: type[np.generic], divisor: int = 1) -> np.ndarray:
-        result = self._casts.get(name)
-        if result is None:
-            result = cast(array, dtype, divisor)
-            if result is not array:
-                self._casts[name] = result
-        return result
-
-
 # The first `count` examples of a split, in stored order.
 Read = Callable[[str, int], Arrays]
 # x and y of the examples of a split with these numbers, integers `[n]`.
@@ -397,10 +357,16 @@ class Source:
         """The augmentation with that name, `None` for "none".
 
         Raises:
-            UsageError: the examples cannot have it.
+            UnknownNameError: there is no such augmentation.
+            UsageError: the examples are not pictures.
         """
         augmentation = augmentations.parse(augment)
-        augmentations.check(augmentation, self.spec)
+        if augmentation is not None and len(self.spec.input_shape) != 3:
+            raise UsageError(
+                f"The augmentation `{augmentation.name}` needs pictures, but an example of `{self.spec.name}` has the "
+                f"shape `{self.spec.input_shape}`",
+                "leave `--augment` out",
+            )
         return augmentation
 
     def _parts_of_feed(self, arguments: FeedArguments) -> tuple[Any, int, order.OrderOf, ToModelTypes | None]:
@@ -541,6 +507,46 @@ class IndexedSource(Source):
         arrays = tf.numpy_function(read, [indices], [spec.dtype for spec in flat_specs])
         flat = [tf.ensure_shape(array, spec.shape) for array, spec in zip(arrays, flat_specs, strict=True)]
         return tf.nest.pack_sequence_as(specs, flat)
+
+
+class StoredArrays:
+    """x and y of a split in memory.
+
+    Args:
+        spec: the spec of the dataset.
+        arrays: x and y as `arrays.checked` returns them.
+        divisor: a model sees x divided by it.
+    """
+
+    def __init__(self, spec: DataSpec, arrays: Arrays, divisor: int):
+        self.arrays = arrays
+        self._spec = spec
+        self._divisor = divisor
+        self._casts: weakref.WeakValueDictionary[str, np.ndarray] = weakref.WeakValueDictionary()
+
+    @functools.cached_property
+    def tensors(self) -> Any:
+        """x and y as `ArrayFeed` takes them: TensorFlow's copy, whose memory `arrays` shares from then on."""
+        from tfdist.data.input.array_feed import tensors_and_views
+
+        tensors, self.arrays = tensors_and_views(self.arrays)
+        return tensors
+
+    def for_model(self) -> Arrays:
+        """x and y as a model sees them; a cast array is kept only while it is used."""
+        (x, y), (x_type, y_type) = self.arrays, model_types(self._spec)
+        if isinstance(x, dict):
+            return {name: self._cast(name, array, x_type) for name, array in x.items()}, self._cast("y", y, y_type)
+        x_for_model = self._cast("x", x, x_type, self._divisor)
+        return x_for_model, (x_for_model if x is y else self._cast("y", y, y_type))
+
+    def _cast(self, name: str, array: np.ndarray, dtype: type[np.generic], divisor: int = 1) -> np.ndarray:
+        result = self._casts.get(name)
+        if result is None:
+            result = cast(array, dtype, divisor)
+            if result is not array:
+                self._casts[name] = result
+        return result
 
 
 def _specs(spec: DataSpec) -> Any:
