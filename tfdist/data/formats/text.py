@@ -31,9 +31,9 @@ from tfdist.data.input.source import Source
 from tfdist.data.spec import END, PADDING, START, UNKNOWN
 from tfdist.errors import DataError
 
-SPECIALS = ("<padding>", "<unknown>", "<start>", "<end>")
-# The first tokens of the vocabulary of inputs, and of that of targets, which are generated word by word.
-OF_INPUT, OF_TARGET = SPECIALS[:2], SPECIALS
+# The first tokens of the vocabulary of targets, which are generated word by word, and of that of inputs.
+OF_TARGET = ("<padding>", "<unknown>", "<start>", "<end>")
+OF_INPUT = OF_TARGET[:2]
 
 _ESCAPES = {"\\": "\\\\", "\n": "\\n", "\r": "\\r"}
 _MARKUP = re.compile(r"<[A-Za-z/][^<>]*>")

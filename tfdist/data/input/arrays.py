@@ -21,13 +21,11 @@ if TYPE_CHECKING:
 # x, or for translation {"source": ..., "target": ...}; and y
 Arrays = tuple[Any, np.ndarray]
 
-TASKS_OF_TOKENS = ("text_classification", "translation", "characters")
-
 
 def model_types(spec: DataSpec) -> tuple[type[np.generic], type[np.generic]]:
     """The types of x and y that a model sees."""
-    pictures = spec.task not in TASKS_OF_TOKENS
-    return (np.float32 if pictures else np.int32), (np.float32 if spec.task == "autoencoding" else np.int32)
+    tokens = spec.task in ("text_classification", "translation", "characters")
+    return (np.int32 if tokens else np.float32), (np.float32 if spec.task == "autoencoding" else np.int32)
 
 
 def label_type(spec: DataSpec) -> np.dtype:
