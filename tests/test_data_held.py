@@ -205,6 +205,6 @@ def test_rows_of_any_type_come_back_from_a_device_as_they_are(dtype, shape):
     array = tf.cast(np.arange(np.prod(shape)).reshape(shape) * 37 - 3, dtype)
     packed = device_feed._packed(array)
     assert packed.dtype in device_feed._GATHERED
-    rows = device_feed._unpacked(tf.gather(packed, [4, 0]), device_feed._spec(array))
+    rows = device_feed._unpacked(tf.gather(packed, [4, 0]), tf.TensorSpec(array.shape, array.dtype))
     assert rows.dtype == dtype
     np.testing.assert_array_equal(rows, tf.gather(array, [4, 0]))

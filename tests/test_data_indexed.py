@@ -12,7 +12,7 @@ from benchmarks import large_order
 from tests.test_data_pipeline import SEED, assert_same_batches, batches_of_ranks, pictures, segmenter
 from tfdist.data import DataSpec, IndexedSource, Source
 from tfdist.data.input.division import WHOLE
-from tfdist.data.input.origin import FeedOrigin
+from tfdist.data.input.source import FeedOrigin
 from tfdist.errors import DataError, UsageError
 from tfdist.jobs.world import World
 

@@ -24,8 +24,7 @@ from typing import Any
 from tfdist import registry
 from tfdist.data.input.arrays import check_labels
 from tfdist.data.input.division import per_process, shard
-from tfdist.data.input.origin import Origin, origin_of
-from tfdist.data.input.source import IndexedSource, Source
+from tfdist.data.input.source import IndexedSource, Origin, Source, origin_of
 from tfdist.data.spec import SPLITS, DataSpec
 from tfdist.errors import UsageError
 

@@ -25,7 +25,7 @@ from tfdist.data.input.array_feed import ArrayFeed
 from tfdist.data.input.dataset_feed import DatasetBatches
 from tfdist.data.input.feed import Feed, WrappedFeed
 from tfdist.data.input.file_feed import FileFeed
-from tfdist.data.input.origin import FeedOrigin
+from tfdist.data.input.source import FeedOrigin
 from tfdist.errors import ClusterError
 from tfdist.internals.keras import tree
 from tfdist.jobs.world import World

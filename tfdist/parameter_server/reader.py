@@ -29,7 +29,7 @@ import tfdist.data
 from tfdist.data.input.array_feed import ArrayFeed
 from tfdist.data.input.feed import Feed
 from tfdist.data.input.file_feed import FileFeed
-from tfdist.data.input.origin import FeedOrigin
+from tfdist.data.input.source import FeedOrigin
 from tfdist.errors import DataError, DisagreementError, TfdistError
 from tfdist.internals import tensorflow_coordinator
 from tfdist.internals.keras import tree

@@ -26,7 +26,6 @@ import numpy as np
 from tfdist import files
 from tfdist.data.input import padding
 from tfdist.data.input.arrays import Arrays
-from tfdist.data.input.bad_examples import BadExamples
 from tfdist.data.input.source import Source
 from tfdist.data.spec import END, PADDING, START, UNKNOWN
 from tfdist.errors import DataError
@@ -54,7 +53,7 @@ def labelled(
     words: int,
     buckets: bool,
     vocabulary: str | None,
-    bad: BadExamples,
+    skipped: Sequence[str] = (),
     class_names: tuple[str, ...] = (),
 ) -> Source:
     """A source for text classification; for arguments that are not listed see `tfdist.data.sources.sentences.load`.
@@ -62,7 +61,7 @@ def labelled(
     Args:
         name: the dataset's name.
         parts: the sentences of each split, at least of "train".
-        bad: the bad examples that were left out.
+        skipped: the bad examples that were left out, one sentence each.
         class_names: one name per class, or none.
     """
     of_input = _vocabulary(vocabulary, (sentence for sentence, _ in parts["train"]), words, OF_INPUT)
@@ -77,7 +76,7 @@ def labelled(
         classes=classes,
         task="text_classification",
         bucketed=buckets,
-        skipped=bad.sentences,
+        skipped=skipped,
         vocabulary_size=len(of_input.tokens),
         vocabulary=of_input.tokens,
         class_names=class_names,
@@ -94,14 +93,14 @@ def translated(
     buckets: bool,
     vocabulary: str | None,
     target_vocabulary: str | None,
-    bad: BadExamples,
+    skipped: Sequence[str] = (),
 ) -> Source:
     """A source for translation; for arguments that are not listed see `tfdist.data.sources.parallel_text.load`.
 
     Args:
         name: the dataset's name.
         parts: the pairs of each split, at least of "train".
-        bad: the bad examples that were left out.
+        skipped: the bad examples that were left out, one sentence each.
     """
     of_source = _vocabulary(vocabulary, (source for source, _ in parts["train"]), words, OF_INPUT)
     of_target = _vocabulary(target_vocabulary, (target for _, target in parts["train"]), words, OF_TARGET)
@@ -118,7 +117,7 @@ def translated(
         classes=len(of_target.tokens),
         task="translation",
         bucketed=buckets,
-        skipped=bad.sentences,
+        skipped=skipped,
         vocabulary_size=len(of_source.tokens),
         vocabulary=of_source.tokens,
         target_vocabulary=of_target.tokens,

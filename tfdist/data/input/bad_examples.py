@@ -12,8 +12,7 @@ from __future__ import annotations
 
 from tfdist.errors import DataError, UnknownNameError
 
-FAIL, SKIP = "fail", "skip"
-POLICIES = (FAIL, SKIP)
+POLICIES = ("fail", "skip")
 
 
 class BadExamples:
@@ -33,7 +32,7 @@ class BadExamples:
     def __init__(self, policy: str):
         if policy not in POLICIES:
             raise UnknownNameError("policy for bad examples", policy, POLICIES)
-        self.skips = policy == SKIP
+        self.skips = policy == "skip"
         self.sentences: list[str] = []
 
     def add(self, sentence: str, hint: str = "") -> None:

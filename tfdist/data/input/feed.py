@@ -33,7 +33,6 @@ import tensorflow as tf
 
 from tfdist.data.input import batch_parts
 from tfdist.data.input.division import WHOLE, Division
-from tfdist.data.input.origin import FeedOrigin
 from tfdist.errors import DataError
 from tfdist.internals.keras import tree
 
@@ -55,11 +54,11 @@ class Feed:
         batches: the graph's side of the feed.
         arrays: the arrays that contain all examples and that processes must have in common, if there are any.
         per_process: whether each process of the job has different data.
-        origin: how another process can make the same feed; `None` if it cannot.
+        origin: how another process can make the same feed, as a `source.FeedOrigin`; `None` if it cannot.
     """
 
     per_process: ClassVar[bool] = False
-    origin: FeedOrigin | None = None
+    origin: Any = None
     arrays: Any = None
     num_batches: Any
     examples: Any

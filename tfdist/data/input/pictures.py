@@ -22,10 +22,9 @@ from tfdist.data.input import disk_cache, order
 from tfdist.data.input.arrays import Arrays, label_type
 from tfdist.data.input.bad_examples import BadExamples
 from tfdist.data.input.division import Division
-from tfdist.data.input.origin import FeedArguments, PipelineArguments
 from tfdist.data.input.picture_files import Pictures
 from tfdist.data.input.scan import scan_all
-from tfdist.data.input.source import Source
+from tfdist.data.input.source import FeedArguments, PipelineArguments, Source
 from tfdist.data.input.tfrecords import Records
 from tfdist.data.spec import DataSpec
 from tfdist.errors import DataError, UsageError

@@ -1,7 +1,8 @@
 """A dataset that can be read: its spec, its arrays, and its batches for the loop and for `tf.data`.
 
 A `Source` keeps its examples in memory; an `IndexedSource` reads them by number, batch by batch, for datasets that do
-not fit into memory.
+not fit into memory. Its `Origin`, which has names and numbers but no data, describes it to another process: the workers
+of a `parameter_server` job, which run no program of the user's, read their data with it.
 
 Synopsis:
 
@@ -21,8 +22,10 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
+import json
 import weakref
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
@@ -32,6 +35,7 @@ from tfdist.data.input import order, padding
 from tfdist.data.input.arrays import (
     Arrays,
     ToModelTypes,
+    Transform,
     cast,
     checked,
     head,
@@ -41,7 +45,6 @@ from tfdist.data.input.arrays import (
     sentence_lengths,
 )
 from tfdist.data.input.division import Division
-from tfdist.data.input.origin import FeedArguments, FeedOrigin, Origin, PipelineArguments
 from tfdist.data.spec import SPLITS, DataSpec
 from tfdist.errors import DataError, UnknownNameError, UsageError
 from tfdist.jobs.world import World
@@ -50,7 +53,6 @@ if TYPE_CHECKING:
     import tensorflow as tf
 
     from tfdist.data.input.array_feed import ArrayFeed
-    from tfdist.data.input.arrays import Transform
     from tfdist.data.input.augmentation import Augmentation
     from tfdist.data.input.feed import Feed
     from tfdist.data.input.file_feed import LargeExamples
@@ -507,6 +509,79 @@ class IndexedSource(Source):
         arrays = tf.numpy_function(read, [indices], [spec.dtype for spec in flat_specs])
         flat = [tf.ensure_shape(array, spec.shape) for array, spec in zip(arrays, flat_specs, strict=True)]
         return tf.nest.pack_sequence_as(specs, flat)
+
+
+@dataclass(frozen=True)
+class Origin:
+    """How a source was made.
+
+    Attributes:
+        name: the dataset's name, as `tfdist.data.load` takes it.
+        data_dir: the folder of prepared datasets, if the user named one.
+        options: the options of the dataset: pairs of a name and a value that JSON can represent.
+        limit: the number of training examples that the source was limited to, if it was.
+        autoencoding: whether it was changed to autoencoding.
+        cached: whether its examples are read once, into memory.
+    """
+
+    name: str
+    data_dir: str | None
+    options: tuple[tuple[str, Any], ...]
+    limit: int | None = None
+    autoencoding: bool = False
+    cached: bool = False
+
+
+@dataclass(frozen=True)
+class FeedArguments:
+    """The arguments of `Source.feed` except `world`."""
+
+    split: str
+    global_batch_size: int
+    seed: int
+    shuffle: bool | None
+    augment: str
+    stream_positions: bool = False
+
+
+@dataclass(frozen=True)
+class PipelineArguments:
+    """The arguments of `Source.pipeline` except `threads`; those that `Source.feed` has too are in `feed`."""
+
+    feed: FeedArguments
+    world: World
+    deterministic: bool = True
+    by_file: bool = False
+    epoch: int = 0
+    first_batch: int = 0
+
+
+@dataclass(frozen=True)
+class FeedOrigin:
+    """How a feed was made: with these `arguments`, by the source with the origin `source`."""
+
+    source: Origin
+    arguments: FeedArguments
+
+    def to_json(self) -> str:
+        """One line of JSON."""
+        return json.dumps(dataclasses.asdict(self))
+
+    @classmethod
+    def from_json(cls, line: str) -> FeedOrigin:
+        """Reads what `to_json` wrote."""
+        fields = json.loads(line)
+        options = tuple((name, value) for name, value in fields["source"].pop("options"))
+        return cls(Origin(**fields["source"], options=options), FeedArguments(**fields["arguments"]))
+
+
+def origin_of(name: str, data_dir: Any, options: dict[str, Any]) -> Origin | None:
+    """The origin of a source that was loaded with these arguments; `None` if JSON cannot represent an option."""
+    try:
+        represented = json.loads(json.dumps(options))
+    except TypeError:
+        return None
+    return Origin(name, None if data_dir is None else str(data_dir), tuple(represented.items()))
 
 
 class StoredArrays:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from os import PathLike
 
 from tfdist.data.formats import text, tfds
-from tfdist.data.input.bad_examples import FAIL, BadExamples
 from tfdist.data.input.source import Source
 from tfdist.options import Count
 
@@ -48,6 +47,5 @@ def load(
         words=words,
         buckets=buckets,
         vocabulary=vocabulary,
-        bad=BadExamples(FAIL),
         class_names=("negative", "positive"),
     )

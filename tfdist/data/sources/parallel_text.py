@@ -61,7 +61,7 @@ def load(
         buckets=buckets,
         vocabulary=vocabulary,
         target_vocabulary=target_vocabulary,
-        bad=bad,
+        skipped=bad.sentences,
     )
 
 

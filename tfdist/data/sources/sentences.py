@@ -76,7 +76,14 @@ def load(
     if not validation:
         parts["train"], parts["validation"] = _split(parts["train"], 10, 0)
     return text.labelled(
-        "sentences", parts, classes, length=length, words=words, buckets=buckets, vocabulary=vocabulary, bad=bad
+        "sentences",
+        parts,
+        classes,
+        length=length,
+        words=words,
+        buckets=buckets,
+        vocabulary=vocabulary,
+        skipped=bad.sentences,
     )
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 from os import PathLike
 
 from tfdist.data.formats import text, tfds
-from tfdist.data.input.bad_examples import FAIL, BadExamples
 from tfdist.data.input.source import Source
 from tfdist.errors import UnknownNameError
 from tfdist.options import Count
@@ -63,5 +62,4 @@ def load(
         buckets=buckets,
         vocabulary=vocabulary,
         target_vocabulary=target_vocabulary,
-        bad=BadExamples(FAIL),
     )

@@ -15,9 +15,8 @@ import tensorflow as tf
 from tfdist.data.input.array_feed import ArrayFeed
 from tfdist.data.input.decoding import Decoder
 from tfdist.data.input.division import WHOLE
-from tfdist.data.input.origin import FeedArguments
 from tfdist.data.input.pictures import PictureSource
-from tfdist.data.input.source import Source
+from tfdist.data.input.source import FeedArguments, Source
 from tfdist.jobs.job_environment import cores
 
 # Each stage is timed alone, on at most this number of examples, for this time.
