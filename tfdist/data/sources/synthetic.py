@@ -72,30 +72,25 @@ def load(
     if task == "segmentation" and shape is not None and len(shape) != 3:
         raise UsageError(f"`shape` is `{tuple(shape)}`, but `segmentation` needs pictures", "use for example `32,32,3`")
     examples = {"train": train, "validation": validation, "test": test}
-    spec = _spec(task, tuple(shape) if shape is not None else None, classes, words, length, examples)
+    spec = _spec(task, shape, classes, words, length, examples)
     make = _MAKERS[task]
     return Source(spec, lambda split, count: make(spec, seed, SPLITS.index(split), count), bucketed=buckets)
 
 
 def _spec(
-    task: str, shape: tuple[int, ...] | None, classes: int, words: int, length: int, examples: dict[str, int]
+    task: str, shape: Sequence[int] | None, classes: int, words: int, length: int, examples: dict[str, int]
 ) -> DataSpec:
-    if task == "segmentation":
-        shape = shape or (32, 32, 3)
-        return DataSpec("synthetic", task, shape, classes, examples, target_shape=shape[:2])
-    if task == "text_classification":
-        return DataSpec("synthetic", task, (length,), classes, examples, vocabulary_size=words)
-    if task == "translation":
-        facts: dict[str, Any] = {"vocabulary_size": words, "ignored_class": PADDING}
-        return DataSpec("synthetic", task, (length,), words, examples, target_shape=(length + 1,), **facts)
-    if task == "characters":
-        return DataSpec(
-            "synthetic", task, (length,), classes, examples, target_shape=(length,), vocabulary_size=classes
-        )
-    shape = shape or (28, 28, 1)
-    if task == "autoencoding":
-        return DataSpec("synthetic", task, shape, 0, examples, target_shape=shape)
-    return DataSpec("synthetic", task, shape, classes, examples)
+    picture = tuple(shape or ((32, 32, 3) if task == "segmentation" else (28, 28, 1)))
+    sentence: dict[str, Any] = {"input_shape": (length,), "vocabulary_size": words}
+    facts: dict[str, dict[str, Any]] = {
+        "classification": {"input_shape": picture, "classes": classes},
+        "autoencoding": {"input_shape": picture, "classes": 0, "target_shape": picture},
+        "segmentation": {"input_shape": picture, "classes": classes, "target_shape": picture[:2]},
+        "text_classification": sentence | {"classes": classes},
+        "translation": sentence | {"classes": words, "target_shape": (length + 1,), "ignored_class": PADDING},
+        "characters": sentence | {"classes": classes, "target_shape": (length,), "vocabulary_size": classes},
+    }
+    return DataSpec("synthetic", task, examples=examples, **facts[task])
 
 
 def _shared(seed: int) -> np.random.Generator:
