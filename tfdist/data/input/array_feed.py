@@ -63,7 +63,7 @@ class ArrayFeed(Feed):
         self.batches = ArrayBatches(batch_size, self.examples % batch_size == 0, transform)
 
     def start(self, epoch: int, first_batch: int) -> Any:
-        del first_batch  # any batch can be fetched at any time
+        # Any batch can be fetched at any time, so that `first_batch` does not matter.
         indices = self._order_of(epoch)[:]
         extras = () if self._transform is None else self._transform.extras(epoch, indices)
         with tf.device("CPU:0"):
@@ -183,7 +183,6 @@ class ArrayBatches(Batches):
         return self.batch_size if self.even else None
 
     def lengths_of_parts(self, state: Any, batch: tuple[tf.Tensor, ...], division: Division) -> list[Any]:
-        del state
         return batch_parts.rows(self._length(batch), division)
 
     def positions(

@@ -181,11 +181,9 @@ class DatasetBatches(Batches):
     length_known: bool
 
     def fetch(self, state: Any, step: tf.Tensor) -> Any:
-        del step
         return next(state) if self.length_known else state.get_next_as_optional()
 
     def part(self, state: Any, batch: Any, index: int, division: Division) -> tuple[Any, Any]:
-        del state
         batch = tree.map_structure(batch_parts.none_if_empty, batch)
         if division.count == 1:
             return batch, 1.0
@@ -196,7 +194,6 @@ class DatasetBatches(Batches):
         return tree.pack_sequence_as(batch, parts), share
 
     def lengths_of_parts(self, state: Any, batch: Any, division: Division) -> list[Any]:
-        del state
         flat = tree.flatten(tree.map_structure(batch_parts.none_if_empty, batch))
         return batch_parts.lengths_of_parts(flat, division)
 
@@ -208,7 +205,6 @@ class FetchedBatches(DatasetBatches):
     length_known: bool = True
 
     def fetch(self, state: Any, step: tf.Tensor) -> Any:
-        del step
         return state
 
 
@@ -232,7 +228,6 @@ class BatchFeed(Feed):
         self.spec = tree.map_structure(spec, self._batch)
 
     def start(self, epoch: int, first_batch: int) -> Any:
-        del epoch, first_batch
         return self._batch
 
 

@@ -162,7 +162,6 @@ class PrefetchedBatches(Batches):
             return state.get_next(), self._size_of_step(step)
 
     def part(self, state: Any, batch: Any, index: int, division: Division) -> tuple[Any, Any]:
-        del state
         parts, size = batch
         received, extras = parts[index % self.local_replicas]
         data = self.on_host.transformed(received, (None, *extras))
@@ -174,7 +173,6 @@ class PrefetchedBatches(Batches):
         return batch_parts.rows(self.on_host.size or self._size_of_step(step), division)
 
     def lengths_of_parts(self, state: Any, batch: Any, division: Division) -> list[Any]:
-        del state
         return batch_parts.rows(self.on_host.size or batch[1], division)
 
     def local_examples(self, state: Any, batch: Any, division: Division) -> Any:

@@ -100,12 +100,10 @@ class Feed:
         Raises:
             CheckpointError: these are different data, and the pass has begun.
         """
-        del saved
         return self.start(epoch, first_batch)
 
     def naming_bad_examples(self, first_batch: int, batches: int) -> contextlib.AbstractContextManager[Any]:
         """The context in which these batches are read: errors in it name the example that cannot be used."""
-        del first_batch, batches
         return contextlib.nullcontext()
 
 
@@ -185,7 +183,6 @@ class Batches:
 
     def lengths_of_step(self, step: Any, division: Division) -> list[Any] | None:
         """Returns the `lengths_of_parts` of batch number `step` if they are known before it is fetched, else `None`."""
-        del step, division
         return None
 
     def lengths_of_parts(self, state: Any, batch: Any, division: Division) -> list[Any]:

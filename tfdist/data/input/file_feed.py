@@ -149,7 +149,6 @@ class RankBatches(DatasetBatches):
         return next(state), tf.where(step < full_batches, self.batch_size, rest)
 
     def part(self, state: Any, batch: Any, index: int, division: Division) -> tuple[Any, Any]:
-        del state
         if division.speeds != self.processes.speeds:
             raise UsageError(
                 "The strategy has other `speeds` than the world that these data were divided for",
@@ -162,11 +161,9 @@ class RankBatches(DatasetBatches):
         return part, (end - begin) / size
 
     def lengths_of_parts(self, state: Any, batch: Any, division: Division) -> list[Any]:
-        del state
         return batch_parts.rows(batch[1], division)
 
     def local_examples(self, state: Any, batch: Any, division: Division) -> Any:
-        del state, division
         return batch[0]
 
 

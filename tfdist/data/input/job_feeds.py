@@ -240,7 +240,6 @@ class LocalBatches(Batches):
         return _part_of_replica(self, state, batch, index, division)
 
     def local_examples(self, state: Any, batch: Any, division: Division) -> Any:
-        del division
         return self.batches.part(state, batch, 0, WHOLE)[0]
 
 
@@ -276,13 +275,11 @@ class JoinedBatches(Batches):
         return tree.map_structure(batch_parts.at_least_one, data), share * share_of_process
 
     def lengths_of_parts(self, state: Any, batch: Any, division: Division) -> list[Any]:
-        del state
         of_process = Division(division.count // self.world_size)
         sizes = tf.unstack(batch[1], num=self.world_size)
         return [length for size in sizes for length in batch_parts.rows(size, of_process)]
 
     def local_examples(self, state: Any, batch: Any, division: Division) -> Any:
-        del division
         return self.batches.part(state, batch[0], 0, WHOLE)[0]
 
 

@@ -52,7 +52,6 @@ class Trimmed:
 
     def extras(self, epoch: int, indices: np.ndarray) -> tuple[np.ndarray, ...]:
         """The width of the global batch of each example, int32 `[n]`, per kind of sentence."""
-        del epoch
         return tuple(self._widths(lengths[indices]) for lengths in self._lengths_of.values())
 
     def __call__(self, data: tuple[Any, Any], *widths: tf.Tensor) -> tuple[Any, Any]:

@@ -32,7 +32,6 @@ def load(data_dir: str | PathLike[str] | None = None) -> Source:
     Args:
         data_dir: not used; the data is part of scikit-learn.
     """
-    del data_dir
     return Source(SPEC, _read, divisor=16)
 
 

@@ -63,7 +63,6 @@ def load(
         UnknownNameError: there is no such task.
         UsageError: there are fewer words than a vocabulary needs, or segmentation has no height and width.
     """
-    del data_dir
     if task not in TASKS:
         raise UnknownNameError("task", task, TASKS)
     needed = {"text_classification": 2 * classes, "translation": END + 2}.get(task, 0)
