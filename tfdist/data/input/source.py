@@ -35,7 +35,6 @@ from tfdist.data.input import order, padding
 from tfdist.data.input.arrays import (
     Arrays,
     ToModelTypes,
-    Transform,
     cast,
     checked,
     head,
@@ -375,10 +374,10 @@ class Source:
         """The arguments of `ArrayFeed` and `LargeExamples`: examples, batch size, order and transform."""
         from tfdist.data.input.array_feed import tensors
 
-        augmentation, batch_size = self.augmentation(arguments.augment), arguments.global_batch_size
+        augmented, batch_size = self._augmented(arguments), arguments.global_batch_size
         order_of = self._order_of(arguments)
         stored = self._examples(arguments.split)
-        then = self._transform(stored.arrays, batch_size, augmentation, arguments.seed)
+        then = self._trimmed(stored.arrays[0], batch_size) if self.bucketed else augmented
         transform = ToModelTypes(self.spec, self._divisor, then)
         if arguments.stream_positions:
             stream, position = order.stream_positions(len(stored.arrays[1]), batch_size)
@@ -411,16 +410,18 @@ class Source:
             return lambda epoch: order.bucketed_order(lengths, batch_size, seed, epoch)
         return lambda epoch: order.epoch_order(self.spec.examples[split], seed, epoch)
 
-    def _transform(
-        self, arrays: Arrays, batch_size: int, augmentation: Augmentation | None, seed: int
-    ) -> Transform | None:
-        if self.bucketed:
-            import tensorflow as tf
+    def _trimmed(self, x: Any, batch_size: int) -> padding.Trimmed:
+        import tensorflow as tf
 
-            # For GPUs, XLA compiles the step once per width, and their matrix units need multiples of 8.
-            multiple = 8 if tf.config.list_physical_devices("GPU") else 1
-            return padding.Trimmed(sentence_lengths(arrays[0]), batch_size, multiple)
-        return None if augmentation is None else augmentations.Augmented(self.spec, augmentation, seed, len(arrays[1]))
+        # For GPUs, XLA compiles the step once per width, and their matrix units need multiples of 8.
+        multiple = 8 if tf.config.list_physical_devices("GPU") else 1
+        return padding.Trimmed(sentence_lengths(x), batch_size, multiple)
+
+    def _augmented(self, arguments: FeedArguments) -> augmentations.Augmented | None:
+        augmentation, examples = self.augmentation(arguments.augment), self.spec.examples[arguments.split]
+        if augmentation is None:
+            return None
+        return augmentations.Augmented(self.spec, augmentation, arguments.seed, examples)
 
     def _with_spec(self, **changes: Any) -> Self:
         """A copy with changes of the spec, which has read nothing yet."""
@@ -482,12 +483,10 @@ class IndexedSource(Source):
                 f"The examples of `{self.spec.name}` are read by number, without their positions in streams",
                 "use a source of arrays for a model that keeps a state",
             )
-        split, transform, augmentation = arguments.split, None, self.augmentation(arguments.augment)
-        if augmentation is not None:
-            augmented = augmentations.Augmented(self.spec, augmentation, arguments.seed, self.spec.examples[split])
-            transform = ToModelTypes(self.spec, then=augmented)
-        order_of = self._order_of(arguments)
-        return lambda indices: self._examples_at(split, indices), arguments.global_batch_size, order_of, transform
+        augmented = self._augmented(arguments)
+        transform = None if augmented is None else ToModelTypes(self.spec, then=augmented)
+        read = functools.partial(self._examples_at, arguments.split)
+        return read, arguments.global_batch_size, self._order_of(arguments), transform
 
     def _examples_at(self, split: str, indices: tf.Tensor) -> Any:
         """Reads the examples with these numbers in a graph."""
