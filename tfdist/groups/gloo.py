@@ -15,7 +15,7 @@ import psutil
 
 from tfdist.errors import UsageError
 from tfdist.jobs import ports, rendezvous
-from tfdist.jobs.task import means_itself
+from tfdist.jobs.tf_config import means_itself
 from tfdist.jobs.world import World
 
 RANK = "HOROVOD_RANK"

@@ -33,8 +33,8 @@ from tfdist.horovod.collectives import (
 from tfdist.horovod.normalization import SyncBatchNormalization
 from tfdist.horovod.optimizer import DistributedOptimizer, load_model
 from tfdist.horovod.tape import DistributedGradientTape, PartialDistributedGradientTape
-from tfdist.jobs import timeouts
-from tfdist.jobs.heartbeat import Limits
+from tfdist.jobs import rendezvous
+from tfdist.jobs.heartbeat import Limits, checked_callback_timeout
 from tfdist.jobs.world import World
 from tfdist.options import checked_seconds
 
@@ -85,12 +85,12 @@ def init(
             process, or a timeout is not a positive number.
         ClusterError: a process is missing.
     """
-    busy_seconds = timeouts.callback_timeout_seconds(callback_timeout_seconds)
+    busy_seconds = checked_callback_timeout(callback_timeout_seconds)
     limits = Limits(checked_seconds("timeout_seconds", timeout_seconds), busy_seconds)
     horovod = engine.load()
     world = World.detect()
     if comm is None and world.tasks and not KNOWN_TO_HOROVOD & os.environ.keys():
-        variables = gloo.meet(world, {"script of": __name__}, timeouts.start_timeout_seconds(None))
+        variables = gloo.meet(world, {"script of": __name__}, rendezvous.start_timeout_seconds(None))
         gloo.set_unless_set(variables)
     horovod.init(comm, process_sets)
     # Gloo reads the same variables as `World`; with `comm`, some processes may not take part.
