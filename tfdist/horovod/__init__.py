@@ -18,7 +18,6 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from tfdist.groups import gloo
 from tfdist.groups import horovod as engine
 from tfdist.horovod import callbacks, job
 from tfdist.horovod.collectives import (
@@ -39,7 +38,7 @@ from tfdist.jobs.world import World
 from tfdist.options import checked_seconds
 
 # One of these is set if `horovodrun`, `mpirun` or `srun --mpi` passes the rank of this process to Horovod itself.
-KNOWN_TO_HOROVOD = {gloo.RANK, "OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK"}
+KNOWN_TO_HOROVOD = {engine.RANK, "OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK"}
 
 __all__ = [
     "DistributedGradientTape",
@@ -90,8 +89,8 @@ def init(
     horovod = engine.load()
     world = World.detect()
     if comm is None and world.tasks and not KNOWN_TO_HOROVOD & os.environ.keys():
-        variables = gloo.meet(world, {"script of": __name__}, rendezvous.start_timeout_seconds(None))
-        gloo.set_unless_set(variables)
+        variables = engine.meet_over_gloo(world, {"script of": __name__}, rendezvous.start_timeout_seconds(None))
+        engine.set_unless_set(variables)
     horovod.init(comm, process_sets)
     # Gloo reads the same variables as `World`; with `comm`, some processes may not take part.
     if comm is None and horovod.mpi_enabled():

@@ -33,6 +33,7 @@ from tfdist.jobs.world import World
 LONGEST_LINE_BYTES = 1 << 16
 SECONDS_TO_IDENTIFY = 5.0
 SECONDS_AFTER_ERROR = 0.05
+MOST_STRANGERS = 64  # unidentified connections
 
 FirstMessage = TypeVar("FirstMessage", bound=BaseModel)
 # An all-gather: takes the message of this process, and returns the messages of all processes by rank.
@@ -226,8 +227,8 @@ class Reception(Generic[FirstMessage]):
         listener: socket.socket,
         form: type[FirstMessage],
         identify: Callable[[LineConnection, FirstMessage], bool],
-        most: int,
-        clock: Callable[[], float],
+        most: int = MOST_STRANGERS,
+        clock: Callable[[], float] = time.monotonic,
     ):
         self.is_open = True
         self._selector, self._listener = selector, listener

@@ -46,7 +46,6 @@ LONGEST_INTERVAL_SECONDS = 2.0
 LOOKS_PER_INTERVAL = 4
 LONGEST_GRACE_SECONDS = 5.0
 SECONDS_BETWEEN_NEWS = 0.1
-MOST_STRANGERS = 64
 PROBES = 10  # how often an orphan is probed in the time that it may take to connect
 MOST_BUSY = 8
 MOST_RANKS = 1024  # in each list of ranks
@@ -223,7 +222,7 @@ class Losses:
     def forget(self, ranks: Collection[int]) -> None:
         """Forgets what is below `ranks`, which are connected with this process or another ancestor, and report it."""
         for rank in [*self.lost, *self._orphans]:
-            if any(rank in subtree(other, self._world_size) for other in ranks):
+            if not {rank, *ancestors(rank, self._world_size)}.isdisjoint(ranks):
                 self.lost.pop(rank, None)
                 self._stop_expecting(rank)
 
@@ -305,9 +304,7 @@ class Tree:
         self._own = Summary()
         self._clock, self._last_look = 0.0, time.monotonic()
         self._selector = selectors.DefaultSelector()
-        self._reception = Reception(
-            self._selector, listener, Hello, self._identify, MOST_STRANGERS, lambda: self._clock
-        )
+        self._reception = Reception(self._selector, listener, Hello, self._identify, clock=lambda: self._clock)
         self._children: dict[int, _Neighbour] = {}
         self._losses = Losses(self._selector, self._member, len(members), self._children.keys(), self.grace_seconds)
         self._parent: _Neighbour | None = None

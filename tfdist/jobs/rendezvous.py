@@ -31,6 +31,7 @@ from tfdist.errors import ClusterError, DisagreementError
 from tfdist.jobs import ports
 from tfdist.jobs.connections import (
     LONGEST_LINE_BYTES,
+    MOST_STRANGERS,
     Exchange,
     LineConnection,
     Reception,
@@ -54,8 +55,6 @@ SMALLEST_BACKLOG = 128
 HTTP2_SETTINGS = b"\4\0\0\0\0\0"
 LENGTH_BYTES = 3
 SECONDS_TO_CLOSE = 1.0
-# The number of unidentified connections that are allowed besides one for each process of the job.
-MOST_STRANGERS = 64
 # An answer contains at most a few values of each setting.
 LONGEST_ANSWER_BYTES = 16 * LONGEST_LINE_BYTES
 # The chief answers by the earliest deadline of all processes; its answer may travel for this long.
@@ -346,7 +345,7 @@ class ChiefServer:
         self.selector = selectors.DefaultSelector()
         self.listener = listener
         most = MOST_STRANGERS + world.world_size
-        self.reception = Reception(self.selector, listener, Hello, self._identify, most, time.monotonic)
+        self.reception = Reception(self.selector, listener, Hello, self._identify, most)
 
     def serve(self) -> SentError | None:
         """Waits for all ranks, and returns the refusal that was sent to all of them, if any."""
