@@ -29,7 +29,7 @@ from tfdist.errors import ClusterError
 from tfdist.jobs import rendezvous
 from tfdist.jobs.connections import LineConnection, gone
 from tfdist.jobs.heartbeat import Heartbeat, Limits
-from tfdist.jobs.task import Task
+from tfdist.jobs.tf_config import Task
 from tfdist.jobs.world import World
 
 SETTINGS = {"TensorFlow": "2.21.0", "Keras": "3.15.1"}

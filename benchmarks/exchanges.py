@@ -113,9 +113,9 @@ def work(rank: int, size: int, kib: list[int], operation: str) -> None:
     """The program of one real process; rank 0 prints the seconds of each operation."""
     import numpy as np
 
+    from tfdist.groups.socket_group import Sockets
     from tfdist.groups.sockets import costs
     from tfdist.groups.sockets.messages import Mailbox
-    from tfdist.groups.sockets.sockets import Sockets
 
     def exchange(message: bytes) -> list[bytes]:
         print(json.dumps(message.hex()), flush=True)
@@ -214,8 +214,8 @@ class Peers:
 
 def simulate(size: int, ranks: range, pipe: Connection) -> None:
     """The program of one operating-system process, with a thread per rank in `ranks`."""
+    from tfdist.groups.socket_group import Sockets
     from tfdist.groups.sockets.messages import Mailbox
-    from tfdist.groups.sockets.sockets import Sockets
     from tfdist.jobs import consensus
 
     # One core is enough for the threads of a process, which hold the interpreter lock in turn, until they wait.

@@ -21,7 +21,7 @@ class HorovodStrategy(DataParallel):
     """Trains on all processes of a job, over MPI or Gloo.
 
     Args:
-        timeline: the file for Horovod's timeline of this job, see `tfdist.groups.horovod_timeline`.
+        timeline: the file for Horovod's timeline of this job, see `tfdist.groups.horovod`.
         options: see `tfdist.data_parallel.strategy.DataParallel`.
     """
 

@@ -13,11 +13,10 @@ import pytest
 
 from tfdist import terminal
 from tfdist.jobs import heartbeat
-from tfdist.jobs.connections import LineConnection
+from tfdist.jobs.connections import LineConnection, Loss, Member, as_line
 from tfdist.jobs.heartbeat import Heartbeat, Limits
-from tfdist.jobs.heartbeat.links import Member
-from tfdist.jobs.heartbeat.messages import SOME, Activity, Loss, Summary
-from tfdist.jobs.heartbeat.tree import Losses, Tree
+from tfdist.jobs.heartbeat_tree import SOME, Activity, Losses, Summary, Tree
+from tfdist.jobs.tree import FAN_OUT
 from tfdist.jobs.world import World
 
 # The end of a thread stands for that of a process.
@@ -262,7 +261,8 @@ def test_one_that_is_not_yet_where_another_waits_is_waited_for(start):
 
 
 SIZE = 40
-BELOW_1 = {1, *range(4, 7), *range(13, 22)}
+# In the tree of 40 processes, rank 0 has the children 1, 10, 20 and 30, and rank 10 the children 11, 13, 15 and 17.
+BELOW_10 = set(range(10, 20))
 
 
 @pytest.mark.sampled(1)
@@ -271,11 +271,11 @@ BELOW_1 = {1, *range(4, 7), *range(13, 22)}
     [
         pytest.param({39}, id="a leaf"),
         pytest.param({4}, id="a parent"),
-        pytest.param({4, 13, 14, 15}, id="a subtree"),
-        pytest.param(BELOW_1, id="a third of all"),
-        pytest.param({1, 5, 16, 17, 18}, id="a parent, a child and its children"),
-        pytest.param({1, 13, 16, 39}, id="a parent and grandchildren"),
-        pytest.param({2, 7, 8, 20, 33, 38, 39}, id="several"),
+        pytest.param({17, 18, 19}, id="a subtree"),
+        pytest.param(BELOW_10, id="a quarter of all"),
+        pytest.param({10, 17, 18, 19}, id="a parent, a child and its children"),
+        pytest.param({10, 12, 16, 39}, id="a parent and grandchildren"),
+        pytest.param({2, 3, 8, 20, 33, 38, 39}, id="several"),
         pytest.param({0}, id="rank 0"),
     ],
 )
@@ -317,27 +317,27 @@ def test_those_are_found_that_a_lost_process_was_about_to_find():
         nobody = Member("x", ["127.0.0.1"], listener.getsockname()[1])
     with selectors.DefaultSelector() as selector:
         losses = Losses(selector, lambda rank: nobody, 40, [], grace_seconds=5.0)
-        losses.lose(1, Loss.CLOSED, Summary(lost={4: Loss.CLOSED}), until=5.0)
+        losses.lose(10, Loss.CLOSED, Summary(lost={17: Loss.CLOSED}), until=5.0)
         until = time.monotonic() + 5.0
-        while 15 not in losses.lost and time.monotonic() < until:
+        while 19 not in losses.lost and time.monotonic() < until:
             losses.step(0.0)
             for key, events in selector.select(0.1):
                 key.data(events)
         losses.close()
-    assert {1, 4, 13, 14, 15} <= losses.lost.keys()
+    assert {10, 17, 18, 19} <= losses.lost.keys()
 
 
 def test_one_that_was_adopted_and_is_lost_since_is_not_forgotten_for_old_news_of_its_adoption():
     said = [Member(str(rank), ["127.0.0.1"], 1).message() for rank in range(40)]
-    tree = Tree(1, said, socket.create_server(("127.0.0.1", 0)), seconds=10.0)
+    tree = Tree(10, said, socket.create_server(("127.0.0.1", 0)), seconds=10.0)
     ours, theirs = socket.socketpair()
     tree._join_at(0, LineConnection(tree._selector, ours))
-    tree._losses.lose(4, Loss.CLOSED, Summary(), until=10.0)
-    tree._losses.lose(13, Loss.CLOSED, Summary(), until=10.0)
-    tree._receive(tree._parent, Summary(adopted={13: 1}).line())
-    assert tree._losses.lost.keys() == {4, 13}
-    tree._receive(tree._parent, Summary(adopted={13: 0}).line())
-    assert tree._losses.lost.keys() == {4}
+    tree._losses.lose(17, Loss.CLOSED, Summary(), until=10.0)
+    tree._losses.lose(18, Loss.CLOSED, Summary(), until=10.0)
+    tree._receive(tree._parent, as_line(Summary(adopted={18: 10})))
+    assert tree._losses.lost.keys() == {17, 18}
+    tree._receive(tree._parent, as_line(Summary(adopted={18: 0})))
+    assert tree._losses.lost.keys() == {17}
     theirs.close()
     tree.close()
 
@@ -358,7 +358,7 @@ def test_a_process_knows_of_all_others_through_few_connections(start):
     whole = job.all[20]._tree.whole
     assert (whole.processes, [rank for rank, _ in whole.busy], whole.lost) == (SIZE, [SIZE - 1], {})
     assert all(one.others_are_busy() for one in job.all[:39]) and not job.all[39].others_are_busy()
-    assert max(len(one._tree._children) for one in job.all) == 3
+    assert max(len(one._tree._children) for one in job.all) == FAN_OUT
 
 
 @pytest.mark.sampled(1)

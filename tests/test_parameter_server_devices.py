@@ -6,7 +6,7 @@ import pytest
 import tensorflow as tf
 
 from tfdist.errors import UsageError
-from tfdist.jobs.task import Task
+from tfdist.jobs.tf_config import Task
 from tfdist.jobs.world import World
 from tfdist.parameter_server import job
 

@@ -11,10 +11,9 @@ import pytest
 
 from tfdist.errors import ClusterError, DisagreementError
 from tfdist.jobs import rendezvous, world
-from tfdist.jobs.connections import LONGEST_LINE_BYTES
-from tfdist.jobs.rendezvous.chief import ChiefServer
-from tfdist.jobs.rendezvous.messages import CLUSTER, Hello, as_line, described_cluster
-from tfdist.jobs.task import Task
+from tfdist.jobs.connections import LONGEST_LINE_BYTES, as_line
+from tfdist.jobs.rendezvous import CLUSTER, ChiefServer, Hello, described_cluster
+from tfdist.jobs.tf_config import Task
 
 CARD = {"TensorFlow": "2.21.0"}
 

@@ -20,9 +20,9 @@ from tfdist import groups
 from tfdist.errors import ClusterError, DisagreementError, UsageError
 from tfdist.groups.socket_group import SocketGroup
 from tfdist.groups.sockets import costs, hosts, messages
-from tfdist.groups.sockets.connections import SECRET_BYTES
 from tfdist.groups.sockets.operations import ALL_REDUCE, HEADER, Operation
 from tfdist.groups.sockets.ring import Ring
+from tfdist.jobs.connections import Hello, Member, as_line
 from tfdist.jobs.world import World
 
 # The number of processes, and of the hosts that they are on: one, as many, and some in between.
@@ -484,7 +484,13 @@ def test_who_is_silent_is_named_after_the_timeout():
 
 @pytest.mark.parametrize(
     ("count", "said"),
-    [(1, b"x" * SECRET_BYTES), (1, b""), (1, b"x"), (3, b"GET / HTTP/1.1\r\n\r\n"), (100, b"")],
+    [
+        (1, as_line(Hello(rank=1, name="x" * 32))),
+        (1, b""),
+        (1, b"x"),
+        (3, b"GET / HTTP/1.1\r\n\r\n"),
+        (100, b""),
+    ],
     ids=["a wrong secret", "nothing", "a part", "another protocol", "nothing, often"],
 )
 def test_strangers_keep_nobody_out_and_are_sent_away(count, said):
@@ -492,8 +498,8 @@ def test_strangers_keep_nobody_out_and_are_sent_away(count, said):
     strangers = []
 
     def exchange_of_0(message):
-        if len(message) == SECRET_BYTES + 4:
-            port = int.from_bytes(message[SECRET_BYTES:], "big")
+        if message:  # the first one; the second one reports no problem
+            port = Member.parse(message).port
             for _ in range(count):
                 strangers.append(socket.create_connection(("127.0.0.1", port)))
                 strangers[-1].sendall(said)
@@ -674,7 +680,7 @@ def test_a_message_is_found_behind_strangers_when_its_sender_has_left():
                 found.send(np.arange(3), 0)
                 found.sockets.close()
                 return left.set()
-            port = found.sockets.pairs._listener._listener.getsockname()[1]
+            port = found.sockets.pairs._connections._listener.getsockname()[1]
             for _ in range(3):
                 stack.enter_context(socket.create_connection(("127.0.0.1", port)))
             ready.set()

@@ -324,7 +324,7 @@ def test_what_is_put_around_gradients_functions_assignments_and_draws_has_the_pa
 MANY_SILENT = """
 import os, socket, time
 from tfdist.jobs import ports
-from tfdist.jobs.task import Task
+from tfdist.jobs.tf_config import Task
 from tfdist.jobs.world import World
 from tfdist.internals import tensorflow as internals
 import tensorflow as tf

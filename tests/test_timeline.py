@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from tfdist.errors import UsageError
-from tfdist.groups import horovod_timeline
+from tfdist.groups import horovod
 
 
 def trace(start_micros):
@@ -22,16 +22,16 @@ def trace(start_micros):
 
 
 def write(path, rank, events):
-    horovod_timeline.begin(path, rank).write_text(json.dumps(events) if events else "")
+    horovod.begin_timeline(path, rank).write_text(json.dumps(events) if events else "")
 
 
 def test_ranks_become_processes_and_tensors_threads_on_one_clock(tmp_path):
     path = tmp_path / "new" / "t.json"
     write(path, 1, trace(1500))
     write(path, 0, trace(1000))
-    horovod_timeline.end(path, 1, 2)
+    horovod.end_timeline(path, 1, 2)
     assert not path.exists()
-    horovod_timeline.end(path, 0, 2)
+    horovod.end_timeline(path, 0, 2)
     events = json.loads(path.read_text())
     named = [event for event in events if "name" in event.get("args", {})]
     names = [(event["name"], event["pid"], event["args"]["name"]) for event in named]
@@ -50,12 +50,12 @@ def test_ranks_that_write_nothing_or_elsewhere_are_left_out(tmp_path):
     path = tmp_path / "t.json"
     write(path, 0, trace(1000))
     write(path, 1, [])
-    horovod_timeline.end(path, 1, 3)
-    horovod_timeline.end(path, 0, 3)
+    horovod.end_timeline(path, 1, 3)
+    horovod.end_timeline(path, 0, 3)
     assert {event["pid"] for event in json.loads(path.read_text())} == {0}
-    assert not horovod_timeline.of_rank(path, 1).exists()
+    assert not horovod.timeline_of_rank(path, 1).exists()
 
 
 def test_a_place_that_cannot_be_written_to_is_told():
     with pytest.raises(UsageError, match=r"cannot be written to `/dev/null/t\.json`"):
-        horovod_timeline.begin(Path("/dev/null/t.json"), 0)
+        horovod.begin_timeline(Path("/dev/null/t.json"), 0)

@@ -6,7 +6,7 @@ import time
 import pytest
 import tensorflow as tf
 
-from tfdist.groups.collective_counter import CollectiveCounter
+from tfdist.groups import CollectiveCounter
 from tfdist.jobs.watchdog import Watch
 
 SECONDS = 0.5

@@ -12,7 +12,7 @@ from hypothesis import strategies as some
 from tfdist import world
 from tfdist.errors import EXIT_USAGE, UsageError
 from tfdist.jobs.slurm import expand_hosts
-from tfdist.jobs.task import ROLES, Task
+from tfdist.jobs.tf_config import ROLES, Task
 from tfdist.jobs.world import World
 
 # Other tests may have the cores at the same time.

@@ -19,8 +19,8 @@ def add_up_for_ever(rank, pipe):
     import numpy as np
 
     from tfdist.errors import ClusterError
+    from tfdist.groups.socket_group import Sockets
     from tfdist.groups.sockets.messages import Mailbox
-    from tfdist.groups.sockets.sockets import Sockets
     from tfdist.jobs.world import World
 
     def exchange(message):

@@ -14,14 +14,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import IO
 
-from tfdist.jobs import cluster_file, job_environment
+from tfdist.jobs import job_environment
 from tfdist.jobs.world import PMI, VARIABLES_OF_RANKS
 from tfdist.launcher import limited
 
 # Names, or prefixes of names, of the variables with which launchers describe a job to its processes. The user's own
 # settings, such as OMPI_MCA_btl and HOROVOD_GLOO_IFACE, are not among them.
 JOB_VARIABLES = (
-    cluster_file.TF_CONFIG,
+    job_environment.TF_CONFIG,
     *(name for names in (*VARIABLES_OF_RANKS.values(), *PMI.values()) for name in names),
     *(job_environment.JOB, job_environment.CLUSTER, job_environment.TASK, job_environment.PROCESS),
     *(job_environment.SHARE_CORES, job_environment.ELASTIC, job_environment.OWN_NETWORK),

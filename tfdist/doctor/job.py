@@ -10,7 +10,8 @@ from tfdist import strategies
 from tfdist.doctor import network
 from tfdist.doctor.finding import Finding, note, of_error, ok, problem
 from tfdist.errors import UsageError
-from tfdist.jobs import cluster_file, ports, slurm
+from tfdist.jobs import ports, slurm
+from tfdist.jobs.job_environment import TF_CONFIG
 from tfdist.jobs.world import PMI, VARIABLES_OF_RANKS, World
 
 SUBJECT = "job"
@@ -56,7 +57,7 @@ def single_process_findings(strategy: str, environment: Mapping[str, str] = os.e
         return []
     world = World.detect(environment)
     others = ", ".join(strategies.having("processes"))
-    unset = f"unset {cluster_file.TF_CONFIG}" if world.source == cluster_file.TF_CONFIG else "start a single process"
+    unset = f"unset {TF_CONFIG}" if world.source == TF_CONFIG else "start a single process"
     return [
         problem(
             SUBJECT,
@@ -70,7 +71,7 @@ def single_process_findings(strategy: str, environment: Mapping[str, str] = os.e
 def _other_descriptions(world: World, environment: Mapping[str, str]) -> Iterator[Finding]:
     """Reports descriptions of the job that are ignored in favour of another one."""
     known = {
-        cluster_file.TF_CONFIG: cluster_file.TF_CONFIG,
+        TF_CONFIG: TF_CONFIG,
         **{names[0]: source for source, names in {**VARIABLES_OF_RANKS, **PMI}.items()},
         slurm.RANK: "Slurm",
     }

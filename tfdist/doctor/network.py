@@ -17,7 +17,7 @@ import psutil
 from tfdist.doctor.finding import Finding, note, ok, problem
 from tfdist.errors import UsageError
 from tfdist.jobs import slurm
-from tfdist.jobs.task import means_itself
+from tfdist.jobs.tf_config import means_itself
 from tfdist.jobs.world import World
 
 PORTS_OF_SYSTEM = Path("/proc/sys/net/ipv4/ip_local_port_range")

@@ -75,6 +75,59 @@ class ExchangeTotals:
         )
 
 
+class CollectiveCounter:
+    """Counts collectives inside graphs and outside.
+
+    The counts are one vector, so that a collective needs only two small additional operations: the numbers of
+    collectives that have begun and ended, their seconds, and the bytes sent and received.
+    """
+
+    def __init__(self) -> None:
+        with tf.device("CPU:0"):
+            self._counts = tf.Variable(tf.zeros([5], tf.float64), trainable=False)
+
+    def counts(self) -> tuple[int, int]:
+        """How many collectives have begun, and how many have ended."""
+        begun, ended, *_ = self._counts.numpy()
+        return int(begun), int(ended)
+
+    def exchanged(self) -> ExchangeTotals:
+        """The exchanges so far; to be called while no collective is running."""
+        _, ended, seconds, sent, received = self._counts.numpy().tolist()
+        return ExchangeTotals(int(ended), seconds, int(sent), int(received))
+
+    def around(self, make: Callable[[], tf.Tensor], inputs: Sequence[tf.Tensor]) -> tf.Tensor:
+        """Counts the collective that `make` adds to the graph, or runs eagerly; returns its result.
+
+        It counts as begun once `inputs` are computed, so that computing them does not count as waiting.
+        """
+        with tf.control_dependencies(inputs):
+            began = self._now()
+            begun = self._add([1, 0, 0, sum(map(_size_bytes, inputs)), 0])
+        with tf.control_dependencies([begun, began]):
+            result = make()
+        # This counts when the graph runs. It also keeps a collective whose result this process does not use, if only
+        # another process prints it: TensorFlow would prune it here, and the other process would wait forever.
+        received = tf.raw_ops.Size(input=result, out_type=tf.int64) * result.dtype.size
+        with tf.control_dependencies([result]):
+            self._add([0, 1, self._now() - began, 0, received])
+        return result
+
+    def _now(self) -> tf.Tensor:
+        with tf.device(self._counts.device):
+            return tf.timestamp()
+
+    def _add(self, counts: Sequence[Any]) -> Any:
+        # On the variable's device, not that of the collective. The raw operation, because replicas synchronize what a
+        # step assigns by the method.
+        with tf.device(self._counts.device):
+            if any(map(tf.is_tensor, counts)):
+                value = tf.stack([tf.cast(count, tf.float64) for count in counts])
+            else:
+                value = tf.constant(counts, tf.float64)
+            return tf.raw_ops.AssignAddVariableOp(resource=self._counts.handle, value=value)
+
+
 class ProcessGroup:
     """The connection of a process to all processes of its job; this base class is for a job of one process.
 
@@ -160,18 +213,22 @@ class ProcessGroup:
         Returns when `array` may be changed again. Messages with the same tag are received in the order in which they
         were sent.
         """
-        self._send(array, self._checked_rank("to", to), tag)
+        self._check_rank("to", to)
+        raise self._no_messages()
 
     def receive(self, from_: int, tag: int = 0) -> np.ndarray:
         """The next message with `tag` from process `from_`, in the dtype and shape in which it was sent.
 
         Waits for it as long as a collective operation waits for other processes.
         """
-        return self._receive(self._checked_rank("from_", from_), tag)
+        self._check_rank("from_", from_)
+        raise self._no_messages()
 
     def probe(self, tag: int = 0) -> list[int]:
         """The ranks from which a message with `tag` has arrived that was not received yet; does not wait."""
-        return self._probe(tag)
+        if self.size == 1:
+            return []
+        raise self._no_messages()
 
     def around_branches(self) -> contextlib.AbstractContextManager[None]:
         """The context for tracing a graph that has exchanges in the branches of a condition, or in a loop.
@@ -257,8 +314,8 @@ class ProcessGroup:
         rows = tf.where(touched > 0)[:, 0]
         return tf.IndexedSlices(tf.gather(dense, rows), tf.cast(rows, slices.indices.dtype), slices.dense_shape)
 
-    def _checked_rank(self, argument: str, rank: int) -> int:
-        """`rank`, if it is the rank of another process."""
+    def _check_rank(self, argument: str, rank: int) -> None:
+        """Requires that `rank` is the rank of another process."""
         if rank == self.rank or not 0 <= rank < self.size:
             others = ", ".join(f"`{other}`" for other in range(self.size) if other != self.rank)
             raise UsageError(
@@ -267,18 +324,6 @@ class ProcessGroup:
                 else f"`{argument}` is `{rank}`, and this job has no other process",
                 "use the rank of another process",
             )
-        return rank
-
-    def _send(self, array: Any, to: int, tag: int) -> None:
-        raise self._no_messages()
-
-    def _receive(self, from_: int, tag: int) -> np.ndarray:
-        raise self._no_messages()
-
-    def _probe(self, tag: int) -> list[int]:
-        if self.size == 1:
-            return []
-        raise self._no_messages()
 
     def _no_messages(self) -> UsageError:
         return UsageError(
@@ -382,3 +427,8 @@ def _carried(tensor: tf.Tensor) -> tf.Tensor:
 
 def _uncarried(tensor: tf.Tensor, dtype: tf.DType) -> tf.Tensor:
     return tf.bitcast(tensor, dtype) if dtype in CARRIED_AS else tensor
+
+
+def _size_bytes(tensor: tf.Tensor) -> Any:
+    count = tensor.shape.num_elements()
+    return tf.size(tensor, tf.int64) * tensor.dtype.size if count is None else count * tensor.dtype.size

@@ -62,19 +62,21 @@ class ArrayGroup(ProcessGroup):
                     totals.received_bytes + received_bytes,
                 )
 
-    def _send(self, array: Any, to: int, tag: int) -> None:
+    def send(self, array: Any, to: int, tag: int = 0) -> None:
+        self._check_rank("to", to)
         values = messages.sendable(array)
         with self.counted(values.nbytes):
             self._post(values, to, tag)
 
-    def _receive(self, from_: int, tag: int) -> np.ndarray:
+    def receive(self, from_: int, tag: int = 0) -> np.ndarray:
+        self._check_rank("from_", from_)
         with self.counted() as received:
             self._await_message(from_, tag)
             values = self.mailbox.take(from_, tag)
             received(values.nbytes)
         return values
 
-    def _probe(self, tag: int) -> list[int]:
+    def probe(self, tag: int = 0) -> list[int]:
         self._take_in()
         return self.mailbox.senders(tag)
 

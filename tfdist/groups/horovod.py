@@ -1,6 +1,23 @@
 """Horovod's operations, over MPI or Gloo; works with Horovod 0.28.1 as scripts/install_horovod.sh builds it.
 
 Horovod matches tensors by the names of their operations, in any order. Source: horovod/tensorflow/mpi_ops.py.
+
+`meet_over_gloo` connects the processes if TF_CONFIG or Slurm describes them. It does what `horovodrun` does for the
+processes that it starts: environment variables contain the rank of each process, and the chief runs the server through
+which the processes find each other.
+
+The timelines of all ranks are merged into one file, for Chrome or Perfetto:
+
+    t.rank-0.json, t.rank-1.json, ...    written by each rank: one process per tensor
+    t.json                               merged by rank 0: one process per rank, one thread per tensor
+
+Each rank's file gets its name when it is complete, at the end of the program. Sources: horovod/common/timeline.cc;
+Trace Event Format, the Chromium project.
+
+Synopsis:
+
+    >>> print(timeline_of_rank(Path("logs/t.json"), 1))
+    logs/t.rank-1.json
 """
 
 from __future__ import annotations
@@ -9,16 +26,31 @@ import contextlib
 import functools
 import importlib
 import importlib.metadata
-from collections.abc import Callable
+import json
+import os
+import socket
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
+import psutil
 import tensorflow as tf
 
+from tfdist import files
 from tfdist.errors import ClusterError, UsageError
-from tfdist.groups import ExchangeTotals, ProcessGroup, mpi
-from tfdist.groups.collective_counter import CollectiveCounter
+from tfdist.groups import CollectiveCounter, ExchangeTotals, ProcessGroup, mpi
+from tfdist.jobs import ports, rendezvous
+from tfdist.jobs.tf_config import means_itself
+from tfdist.jobs.world import World
 
+RANK = "HOROVOD_RANK"
+# How long rank 0 waits for the timelines that other ranks on its file system have begun.
+SECONDS_FOR_OTHERS = 20.0
 INSTALL = "run `make horovod`, or scripts/install_horovod.sh with the folder of the virtual environment"
+
+Event = dict[str, Any]
 
 
 def load() -> Any:
@@ -93,3 +125,142 @@ class HorovodGroup(ProcessGroup):
             return self._counter.around(
                 lambda: operation(tensor, name=unique, ignore_name_scope=True, **options), [tensor]
             )
+
+
+def meet_over_gloo(world: World, job_settings: Mapping[str, str], start_timeout_seconds: float) -> dict[str, str]:
+    """Waits for all processes of `world`, and returns the environment variables with which Horovod connects them.
+
+    Args:
+        world: the job with the addresses of its processes, or a single process.
+        job_settings: settings that must be the same in all processes.
+        start_timeout_seconds: how long to wait for the processes.
+
+    Raises:
+        ClusterError: as `tfdist.jobs.rendezvous.meet`.
+    """
+    rendezvous.meet(world, job_settings, start_timeout_seconds)
+    if world.world_size > 1 and world.is_chief:
+        _serve_gloo(world.tasks[0].port)
+    return gloo_variables(world)
+
+
+def set_unless_set(settings: Mapping[str, str]) -> None:
+    """Sets the environment variables of `settings` that the user has not set.
+
+    Raises:
+        UsageError: this machine does not have the network interface that is set.
+    """
+    os.environ.update({name: value for name, value in settings.items() if name not in os.environ})
+    interface, existing = os.environ.get("HOROVOD_GLOO_IFACE"), psutil.net_if_addrs()
+    if interface and interface not in existing:  # Gloo would end the process
+        names = ", ".join(f"`{name}`" for name in sorted(existing))
+        raise UsageError(
+            f"`HOROVOD_GLOO_IFACE` is `{interface}`, and this machine has the network interfaces {names}",
+            "name one of these, or unset it",
+        )
+
+
+def gloo_variables(world: World) -> dict[str, str]:
+    """The environment variables with which `horovodrun` describes the job to a process, for Gloo."""
+    hosts = [task.host for task in world.tasks] or ["localhost"]
+    host = hosts[world.rank]
+    # The machines that have a process with this local rank.
+    across = [name for name, count in Counter(hosts).items() if count > world.local_rank]
+    values = {
+        "HOROVOD_CONTROLLER": "gloo",
+        "HOROVOD_CPU_OPERATIONS": "gloo",
+        "HOROVOD_HOSTNAME": host,
+        RANK: str(world.rank),
+        "HOROVOD_SIZE": str(world.world_size),
+        "HOROVOD_LOCAL_RANK": str(world.local_rank),
+        "HOROVOD_LOCAL_SIZE": str(world.local_world_size),
+        "HOROVOD_CROSS_RANK": str(across.index(host)),
+        "HOROVOD_CROSS_SIZE": str(len(across)),
+        "HOROVOD_GLOO_IFACE": _interface(host),
+    }
+    if world.world_size > 1:
+        chief = world.tasks[0]
+        address = socket.gethostbyname(chief.host)
+        values |= {"HOROVOD_GLOO_RENDEZVOUS_ADDR": address, "HOROVOD_GLOO_RENDEZVOUS_PORT": str(chief.port)}
+    return values
+
+
+def _interface(host: str) -> str:
+    """The network interface through which other machines reach this machine as `host`; empty if there is none."""
+    if means_itself(host):
+        return "lo"
+    host_addresses = {info[4][0] for info in socket.getaddrinfo(host, None)}
+    for name, addresses in psutil.net_if_addrs().items():
+        if any(address.address in host_addresses for address in addresses):
+            return name
+    return ""
+
+
+def _serve_gloo(port: int) -> None:
+    """Starts Horovod's rendezvous server in the chief, on the chief's port of the job."""
+    from horovod.runner.http.http_server import RendezvousHandler, RendezvousHTTPServer
+    from horovod.runner.util.threads import in_thread
+
+    class Server(RendezvousHTTPServer):
+        allow_reuse_port = ports.shared()
+
+    in_thread(target=Server(("", port), RendezvousHandler, False).serve_forever)
+
+
+def timeline_of_rank(path: Path, rank: int) -> Path:
+    """The path of a rank's complete timeline."""
+    return path.with_name(f"{path.stem}.rank-{rank}{path.suffix}")
+
+
+def begin_timeline(path: Path, rank: int) -> Path:
+    """Creates the file into which Horovod is to write the timeline of this rank, and returns its path.
+
+    Raises:
+        UsageError: the file cannot be written.
+    """
+    complete = timeline_of_rank(path, rank)
+    try:
+        complete.parent.mkdir(parents=True, exist_ok=True)
+        complete.unlink(missing_ok=True)  # left by an earlier run
+        _unfinished(complete).touch()
+    except OSError as error:
+        raise UsageError(
+            f"The timeline cannot be written to `{path}`: {error.strerror}", "choose another file for the timeline"
+        ) from error
+    return _unfinished(complete)
+
+
+def end_timeline(path: Path, rank: int, world_size: int) -> None:
+    """Completes a rank's file once Horovod has closed it; rank 0 also merges the files that are on its file system."""
+    complete = timeline_of_rank(path, rank)
+    unfinished = _unfinished(complete)
+    if unfinished.stat().st_size:
+        unfinished.replace(complete)
+    else:
+        unfinished.unlink()
+    if rank != 0:
+        return
+    paths = [timeline_of_rank(path, other) for other in range(world_size)]
+    until = time.monotonic() + SECONDS_FOR_OTHERS
+    while any(_unfinished(other).exists() for other in paths) and time.monotonic() < until:
+        time.sleep(0.05)
+    traces = {other: json.loads(file.read_text()) for other, file in enumerate(paths) if file.exists()}
+    files.write_text(path, json.dumps(list(_joined_timelines(traces)), separators=(",", ":")))
+
+
+def _joined_timelines(traces: Mapping[int, list[Event]]) -> Iterator[Event]:
+    """The events of all ranks, in microseconds since the first rank's start; assumes synchronized clocks."""
+    starts = {rank: trace[0]["args"]["start_time_since_epoch_in_micros"] for rank, trace in traces.items()}
+    for rank, trace in traces.items():
+        yield {"name": "process_name", "ph": "M", "pid": rank, "args": {"name": f"rank {rank}"}}
+        yield {"name": "process_sort_index", "ph": "M", "pid": rank, "args": {"sort_index": rank}}
+        for event in trace:
+            row = {"pid": rank, "tid": event.get("pid", 0)}
+            if event["ph"] != "M":
+                yield event | row | {"ts": event["ts"] + starts[rank] - min(starts.values())}
+            elif event["name"] == "process_name" and "name" in event["args"]:
+                yield event | row | {"name": "thread_name"}
+
+
+def _unfinished(file: Path) -> Path:
+    return file.with_name(f"{file.name}.part")

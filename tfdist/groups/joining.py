@@ -9,7 +9,7 @@ import warnings
 from pathlib import Path
 
 from tfdist.errors import ClusterError, UsageError
-from tfdist.groups import ProcessGroup, gloo, horovod, horovod_timeline
+from tfdist.groups import ProcessGroup, horovod
 from tfdist.groups.mpi import MpiGroup
 from tfdist.groups.socket_group import SocketGroup
 from tfdist.groups.tensorflow import JoinedJob, SocketsOverTensorFlow
@@ -84,11 +84,11 @@ def join_horovod(
     horovod.load()
     settings = _horovod_settings(world.world_size, timeout_seconds)
     if world.world_size == 1 or world.tasks:
-        settings |= gloo.meet(world, {"strategy": "horovod"}, start_timeout_seconds)
-    gloo.set_unless_set(settings)
+        settings |= horovod.meet_over_gloo(world, {"strategy": "horovod"}, start_timeout_seconds)
+    horovod.set_unless_set(settings)
     if timeline is not None:
         # The second variable makes a Horovod of scripts/install_horovod.sh write a file per rank; others ignore it.
-        os.environ["HOROVOD_TIMELINE"] = str(horovod_timeline.begin(timeline, world.rank))
+        os.environ["HOROVOD_TIMELINE"] = str(horovod.begin_timeline(timeline, world.rank))
         os.environ["HOROVOD_TIMELINE_EVERY_RANK"] = "1"
     group = horovod.HorovodGroup()
     if timeline is not None:
@@ -98,7 +98,7 @@ def join_horovod(
 
 def _end_timeline(group: ProcessGroup, timeline: Path) -> None:
     group.close()  # which closes the file
-    horovod_timeline.end(timeline, group.rank, group.size)
+    horovod.end_timeline(timeline, group.rank, group.size)
 
 
 def _horovod_settings(world_size: int, timeout_seconds: float) -> dict[str, str]:

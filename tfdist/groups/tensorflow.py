@@ -17,8 +17,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfdist.errors import ClusterError, DisagreementError, UsageError
-from tfdist.groups import ExchangeTotals, ProcessGroup, broadcast_by_sum, gathered_in_pieces
-from tfdist.groups.collective_counter import CollectiveCounter
+from tfdist.groups import CollectiveCounter, ExchangeTotals, ProcessGroup, broadcast_by_sum, gathered_in_pieces
 from tfdist.groups.socket_group import SocketGroup
 from tfdist.internals import tensorflow as tensorflow_internals
 from tfdist.internals import tensorflow_patches

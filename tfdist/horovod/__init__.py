@@ -18,7 +18,6 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from tfdist.groups import gloo
 from tfdist.groups import horovod as engine
 from tfdist.horovod import callbacks, job
 from tfdist.horovod.collectives import (
@@ -33,13 +32,13 @@ from tfdist.horovod.collectives import (
 from tfdist.horovod.normalization import SyncBatchNormalization
 from tfdist.horovod.optimizer import DistributedOptimizer, load_model
 from tfdist.horovod.tape import DistributedGradientTape, PartialDistributedGradientTape
-from tfdist.jobs import timeouts
-from tfdist.jobs.heartbeat import Limits
+from tfdist.jobs import rendezvous
+from tfdist.jobs.heartbeat import Limits, checked_callback_timeout
 from tfdist.jobs.world import World
 from tfdist.options import checked_seconds
 
 # One of these is set if `horovodrun`, `mpirun` or `srun --mpi` passes the rank of this process to Horovod itself.
-KNOWN_TO_HOROVOD = {gloo.RANK, "OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK"}
+KNOWN_TO_HOROVOD = {engine.RANK, "OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK"}
 
 __all__ = [
     "DistributedGradientTape",
@@ -85,13 +84,13 @@ def init(
             process, or a timeout is not a positive number.
         ClusterError: a process is missing.
     """
-    busy_seconds = timeouts.callback_timeout_seconds(callback_timeout_seconds)
+    busy_seconds = checked_callback_timeout(callback_timeout_seconds)
     limits = Limits(checked_seconds("timeout_seconds", timeout_seconds), busy_seconds)
     horovod = engine.load()
     world = World.detect()
     if comm is None and world.tasks and not KNOWN_TO_HOROVOD & os.environ.keys():
-        variables = gloo.meet(world, {"script of": __name__}, timeouts.start_timeout_seconds(None))
-        gloo.set_unless_set(variables)
+        variables = engine.meet_over_gloo(world, {"script of": __name__}, rendezvous.start_timeout_seconds(None))
+        engine.set_unless_set(variables)
     horovod.init(comm, process_sets)
     # Gloo reads the same variables as `World`; with `comm`, some processes may not take part.
     if comm is None and horovod.mpi_enabled():

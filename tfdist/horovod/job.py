@@ -29,7 +29,7 @@ from tfdist.internals import keras_patches
 from tfdist.jobs import process_exit
 from tfdist.jobs.connections import gone
 from tfdist.jobs.heartbeat import Heartbeat, Limits
-from tfdist.jobs.heartbeat.messages import Activity
+from tfdist.jobs.heartbeat_tree import Activity
 from tfdist.jobs.world import World
 
 

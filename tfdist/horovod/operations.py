@@ -17,7 +17,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfdist.groups import horovod as engine
-from tfdist.jobs.heartbeat.messages import SOME
+from tfdist.jobs.heartbeat_tree import SOME
 
 COLLECTIVES = {
     f"horovod_{name}"

@@ -1,8 +1,10 @@
-"""What the rendezvous, the heartbeat and the socket group share: connections, and errors that are sent to others.
+"""What the rendezvous, the heartbeat and the socket group share: connections, and how processes learn of failures.
 
-    connect               opens a connection and waits for it
+    connect, Dial         open a connection, and wait for it or do not
+    Probe, Search         find out which processes can be reached
     LineConnection        an open connection that carries lines, driven by a selector
-    Reception             accepts line connections, and closes those that do not identify themselves
+    Reception             accepts connections, and closes those that do not identify themselves
+    Member, Hello         how a process describes itself to the others, and how a connection to it begins
     SentError, gone       the error with which a job ends, as all processes raise it
 
 A selector has a callback for each of its sockets as its key's data, which is called with the events.
@@ -12,13 +14,18 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import json
 import os
 import selectors
 import socket
 import time
-from collections.abc import Callable, Collection
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any, Generic, NamedTuple, TypeVar
 
-from pydantic import BaseModel
+from pydantic import BaseModel, StrictInt, ValidationError
 
 from tfdist.errors import ClusterError, DisagreementError
 from tfdist.jobs.world import World
@@ -26,7 +33,9 @@ from tfdist.jobs.world import World
 LONGEST_LINE_BYTES = 1 << 16
 SECONDS_TO_IDENTIFY = 5.0
 SECONDS_AFTER_ERROR = 0.05
+MOST_STRANGERS = 64  # unidentified connections
 
+FirstMessage = TypeVar("FirstMessage", bound=BaseModel)
 # An all-gather: takes the message of this process, and returns the messages of all processes by rank.
 Exchange = Callable[[bytes], list[bytes]]
 
@@ -66,6 +75,45 @@ def described(error: OSError) -> str:
     return error.strerror or str(error)
 
 
+class Member(NamedTuple):
+    """A process of the job, as it describes itself to all others.
+
+    Attributes:
+        name: a random name, by which processes of the job recognize each other: on another network, the same address
+            may belong to another machine.
+        hosts: names and addresses by which others may reach the process.
+        port: the port on which it listens.
+    """
+
+    name: str
+    hosts: list[str]
+    port: int
+
+    @classmethod
+    def parse(cls, message: bytes) -> Member:
+        return cls(*json.loads(message))
+
+    def message(self) -> bytes:
+        return json.dumps(self).encode()
+
+
+class Hello(BaseModel):
+    """The first line of a connection: the rank of the process that opened it, a name as proof, and what it is for.
+
+    The name is random and known only to the job: in the heartbeat that of the process itself, which is answered with
+    the name of the other; in the socket group that of the accepting process.
+    """
+
+    rank: StrictInt
+    name: str
+    kind: StrictInt = 0
+
+
+def as_line(message: BaseModel) -> bytes:
+    """The message as it is sent over a `LineConnection`."""
+    return message.model_dump_json(exclude_defaults=True).encode() + b"\n"
+
+
 class LineConnection:
     """An open connection that carries lines in both directions, and never blocks.
 
@@ -77,10 +125,11 @@ class LineConnection:
         received: called with each line, without its end; may be replaced at any time.
         ended: called when the other side has closed the connection, which is then closed here too.
         host: the address of the other side, if a `Reception` has accepted the connection.
+        is_open: whether this object still uses the connection.
     """
 
     def __init__(self, selector: selectors.BaseSelector, connection: socket.socket, host: str = ""):
-        self.host = host
+        self.host, self.is_open = host, True
         self.received: Callable[[bytes], None]
         self.ended: Callable[[], None]
         self._selector = selector
@@ -88,10 +137,6 @@ class LineConnection:
         self._incoming, self._outgoing = b"", b""
         connection.setblocking(False)
         selector.register(connection, selectors.EVENT_READ, self._ready)
-
-    @property
-    def is_open(self) -> bool:
-        return self._connection.fileno() >= 0
 
     @property
     def is_sending(self) -> bool:
@@ -117,14 +162,36 @@ class LineConnection:
     def close(self) -> None:
         """Closes the connection; no callback is called afterwards."""
         if self.is_open:
-            self._selector.unregister(self._connection)
+            self.detach()
             self._connection.close()
+
+    def detach(self) -> tuple[socket.socket, bytes]:
+        """Leaves the socket to the caller, with the data that has arrived after the last line."""
+        self.is_open = False
+        self._selector.unregister(self._connection)
+        return self._connection, self._incoming
+
+    def read(self) -> None:
+        """Passes on the lines that have arrived; the selector calls this too."""
+        try:
+            data = self._connection.recv(LONGEST_LINE_BYTES)
+        except BlockingIOError:
+            return
+        except OSError:
+            data = b""
+        self._incoming += data
+        while self.is_open and b"\n" in self._incoming:
+            line, _, self._incoming = self._incoming.partition(b"\n")
+            self.received(line)
+        if self.is_open and (not data or len(self._incoming) > LONGEST_LINE_BYTES):
+            self.close()
+            self.ended()
 
     def _ready(self, events: int) -> None:
         if self.is_open and events & selectors.EVENT_WRITE:
             self._flush()
         if self.is_open and events & selectors.EVENT_READ:
-            self._read()
+            self.read()
 
     def _flush(self) -> None:
         had_data = bool(self._outgoing)
@@ -138,28 +205,14 @@ class LineConnection:
             writing = selectors.EVENT_WRITE if self._outgoing else 0
             self._selector.modify(self._connection, selectors.EVENT_READ | writing, self._ready)
 
-    def _read(self) -> None:
-        try:
-            data = self._connection.recv(LONGEST_LINE_BYTES)
-        except BlockingIOError:
-            return
-        except OSError:
-            data = b""
-        *lines, self._incoming = (self._incoming + data).split(b"\n")
-        for line in lines:
-            if self.is_open:
-                self.received(line)
-        if self.is_open and (not data or len(self._incoming) > LONGEST_LINE_BYTES):
-            self.close()
-            self.ended()
 
-
-class Reception:
+class Reception(Generic[FirstMessage]):
     """Accepts connections, and closes those whose first line does not identify a process of the job in time.
 
     Args:
         selector: calls this object back.
         listener: the socket that listens; it is not closed here.
+        form: what the first line contains, as JSON.
         identify: called with a connection and its first line. It returns whether it has taken the connection over.
         most: the number of unidentified connections, beyond which the oldest one is closed.
         clock: returns the current time in seconds.
@@ -172,13 +225,14 @@ class Reception:
         self,
         selector: selectors.BaseSelector,
         listener: socket.socket,
-        identify: Callable[[LineConnection, bytes], bool],
-        most: int,
-        clock: Callable[[], float],
+        form: type[FirstMessage],
+        identify: Callable[[LineConnection, FirstMessage], bool],
+        most: int = MOST_STRANGERS,
+        clock: Callable[[], float] = time.monotonic,
     ):
         self.is_open = True
         self._selector, self._listener = selector, listener
-        self._identify, self._most, self._clock = identify, most, clock
+        self._form, self._identify, self._most, self._clock = form, identify, most, clock
         self._deadlines: dict[LineConnection, float] = {}  # of the unidentified connections, the oldest first
         listener.setblocking(False)
         selector.register(listener, selectors.EVENT_READ, self._accept)
@@ -197,12 +251,16 @@ class Reception:
         """Accepts no more connections, and closes the unidentified ones; may be called again."""
         with contextlib.suppress(KeyError, ValueError):  # it is unregistered, or closed, already
             self._selector.unregister(self._listener)
+        self.close_unidentified()
+
+    def close_unidentified(self) -> None:
         for connection in list(self._deadlines):
             self._close(connection)
 
     def _accept(self, events: int) -> None:
         try:
-            accepted, address = self._listener.accept()
+            for _ in range(self._most):
+                self._receive(*self._listener.accept())
         except BlockingIOError:
             return
         except OSError as error:
@@ -210,16 +268,22 @@ class Reception:
                 self.is_open = False
             else:  # this process has no more file descriptors, or the other side has gone
                 time.sleep(SECONDS_AFTER_ERROR)
-            return
+
+    def _receive(self, accepted: socket.socket, address: Any) -> None:
         connection = LineConnection(self._selector, accepted, address[0])
         if len(self._deadlines) >= self._most:
             self._close(next(iter(self._deadlines)))
         self._deadlines[connection] = self._clock() + SECONDS_TO_IDENTIFY
         connection.received = lambda line: self._received(connection, line)
         connection.ended = lambda: self._close(connection)
+        connection.read()  # often the first line has arrived already
 
     def _received(self, connection: LineConnection, line: bytes) -> None:
-        if self._identify(connection, line):
+        try:
+            is_taken = self._identify(connection, self._form.model_validate_json(line))
+        except ValidationError:
+            is_taken = False
+        if is_taken:
             del self._deadlines[connection]
         else:
             self._close(connection)
@@ -227,6 +291,237 @@ class Reception:
     def _close(self, connection: LineConnection) -> None:
         del self._deadlines[connection]
         connection.close()
+
+
+class Loss(StrEnum):
+    """How a process was lost."""
+
+    ENDED = "ended"  # it announced that its program has ended
+    CLOSED = "closed"  # its connections have closed, and it cannot be reached
+    SILENT = "silent"  # it has sent nothing for too long
+
+
+class Address(NamedTuple):
+    """An address of a process; for a host name that cannot be resolved, `sockaddr` is `None`, and `reason` says why."""
+
+    host: str
+    family: int
+    sockaddr: Any
+    reason: str = ""
+
+
+def addresses(member: Member, flags: int = 0) -> list[Address]:
+    """The address of each host of a process; `flags` are those of `socket.getaddrinfo`."""
+    resolved = []
+    for host in member.hosts:
+        try:
+            family, _, _, _, sockaddr = socket.getaddrinfo(host, member.port, type=socket.SOCK_STREAM, flags=flags)[0]
+            resolved.append(Address(host, family, sockaddr))
+        except OSError as error:
+            resolved.append(Address(host, 0, None, described(error)))
+    return resolved
+
+
+class Dial:
+    """A connection that is being opened.
+
+    Args:
+        selector: calls this object back.
+        address: the address to connect to.
+        done: called with the connection, or with the error.
+    """
+
+    def __init__(
+        self, selector: selectors.BaseSelector, address: Address, done: Callable[[socket.socket | OSError], None]
+    ):
+        self._selector = selector
+        self._done = done
+        self._connection = socket.socket(address.family, socket.SOCK_STREAM)
+        self._connection.setblocking(False)
+        self._code = self._connection.connect_ex(address.sockaddr)
+        selector.register(self._connection, selectors.EVENT_WRITE, self._ready)
+
+    def close(self) -> None:
+        """Stops the attempt."""
+        if self._connection.fileno() >= 0:
+            self._selector.unregister(self._connection)
+            self._connection.close()
+
+    def _ready(self, events: int) -> None:
+        connection = self._connection
+        if connection.fileno() < 0:
+            return
+        code = self._error_code()
+        if code:
+            self.close()
+            self._done(OSError(code, os.strerror(code)))
+        else:
+            self._selector.unregister(connection)
+            self._done(connection)
+
+    def _error_code(self) -> int:
+        """The error number if the connection could not be opened; 0 if it is open."""
+        if self._code not in (0, errno.EINPROGRESS):
+            return self._code
+        code = self._connection.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+        if code:
+            return code
+        try:
+            return errno.ECONNREFUSED if is_connected_to_itself(self._connection) else 0
+        except OSError:
+            return errno.ECONNRESET
+
+
+class Probe:
+    """Finds out whether nobody listens at the addresses of a process.
+
+    Args:
+        selector: calls this object back.
+        member: the process.
+        refused: called if all connections fail, and a machine has answered that nobody listens there.
+    """
+
+    def __init__(self, selector: selectors.BaseSelector, member: Member, refused: Callable[[], None]):
+        self._refused = refused
+        self._codes: list[int | None] = []
+        resolved = [address for address in addresses(member, socket.AI_NUMERICHOST) if address.sockaddr]
+        self._expected = len(resolved)
+        self._dials = [Dial(selector, address, self._done) for address in resolved]
+
+    def close(self) -> None:
+        for dial in self._dials:
+            dial.close()
+
+    def _done(self, result: socket.socket | OSError) -> None:
+        if isinstance(result, OSError):
+            self._codes.append(result.errno)
+        else:
+            result.close()
+        if len(self._codes) == self._expected and errno.ECONNREFUSED in self._codes:
+            self._refused()
+
+
+@dataclass(eq=False)
+class _Attempt:
+    """The attempt of a search to reach one address of a process."""
+
+    rank: int
+    host: str
+    begun: float
+    until: float
+    connection: Dial | LineConnection | None = None
+
+
+class Candidate(NamedTuple):
+    """A process that a search may connect with."""
+
+    rank: int
+    name: str
+    addresses: Sequence[Address]
+
+
+class Search:
+    """Connects with the first of several processes that answers with its name.
+
+    The next address is tried when an attempt has failed, or takes longer than a moment; the earlier attempt may still
+    be answered first.
+
+    Args:
+        selector: calls this object back.
+        candidates: the processes, the preferred one first.
+        hello: the first line that this process sends.
+        connected: called once, with the rank and the connection.
+        now: the time at the start, in seconds of any clock.
+        patience_seconds: how long each address may take to answer.
+        between_seconds: how long to wait for a connection before the next address is tried too.
+
+    Attributes:
+        reasons: why processes did not answer, by rank.
+        losses: how these processes were lost.
+    """
+
+    def __init__(
+        self,
+        selector: selectors.BaseSelector,
+        candidates: Iterable[Candidate],
+        hello: bytes,
+        connected: Callable[[int, LineConnection], None],
+        *,
+        now: float,
+        patience_seconds: float,
+        between_seconds: float,
+    ):
+        self.reasons: dict[int, str] = {}
+        self.losses: dict[int, Loss] = {}
+        self._selector, self._hello, self._connected = selector, hello, connected
+        self._now, self._patience, self._between = now, patience_seconds, between_seconds
+        self._untried = deque((candidate, address) for candidate in candidates for address in candidate.addresses)
+        self._attempts: list[_Attempt] = []
+        self.step(now)
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether none of the processes answers."""
+        return not self._untried and not self._attempts
+
+    def step(self, now: float) -> None:
+        """Begins attempts, and ends those that take too long; to be called regularly."""
+        self._now = now
+        for attempt in [attempt for attempt in self._attempts if now >= attempt.until]:
+            self._fail(attempt, "it does not answer", Loss.SILENT)
+        while self._untried and not any(map(self._is_promising, self._attempts)):
+            self._begin(*self._untried.popleft())
+
+    def close(self) -> None:
+        """Ends all attempts."""
+        self._untried.clear()
+        while self._attempts:
+            connection = self._attempts.pop().connection
+            if connection is not None:
+                connection.close()
+
+    def _is_promising(self, attempt: _Attempt) -> bool:
+        return isinstance(attempt.connection, LineConnection) or self._now < attempt.begun + self._between
+
+    def _begin(self, candidate: Candidate, address: Address) -> None:
+        attempt = _Attempt(candidate.rank, address.host, self._now, self._now + self._patience)
+        self._attempts.append(attempt)
+
+        def done(result: socket.socket | OSError) -> None:
+            if isinstance(result, OSError):
+                self._fail(attempt, os.strerror(result.errno or 0))
+                return
+            connection = attempt.connection = LineConnection(self._selector, result)
+            attempt.until = self._now + self._patience
+            connection.received = lambda line: self._received(attempt, candidate.name, line)
+            connection.ended = lambda: self._fail(attempt, "it does not answer")
+            connection.send(self._hello)
+
+        if address.sockaddr is None:
+            self._fail(attempt, address.reason)
+            return
+        try:
+            attempt.connection = Dial(self._selector, address, done)
+        except OSError as error:  # this process has no more file descriptors
+            self._fail(attempt, described(error))
+
+    def _received(self, attempt: _Attempt, name: str, line: bytes) -> None:
+        connection = attempt.connection
+        if line != name.encode() or not isinstance(connection, LineConnection):
+            self._fail(attempt, "another process answers")
+            return
+        self._attempts.remove(attempt)
+        self.close()
+        self._connected(attempt.rank, connection)
+
+    def _fail(self, attempt: _Attempt, reason: str, loss: Loss = Loss.CLOSED) -> None:
+        if attempt.connection is not None:
+            attempt.connection.close()
+        self._attempts.remove(attempt)
+        earlier = self.reasons.get(attempt.rank)
+        self.reasons[attempt.rank] = (f"{earlier}; " if earlier else "") + f"{attempt.host}: {reason}"
+        if self.losses.get(attempt.rank) is not Loss.CLOSED:
+            self.losses[attempt.rank] = loss
 
 
 class SentError(BaseModel):

@@ -1,16 +1,24 @@
-"""The environment variables, besides TF_CONFIG, by which the launcher describes a job to its processes.
+"""The environment variables by which the launcher describes a job to its processes, and how their values are read.
 
-Also how the values of such variables are read, and the number of cores that this process may use.
+The operating system limits an environment variable to 128 KiB. The addresses of 2,300 processes exceed this if each
+address has 57 bytes. The launcher then writes the addresses to one file per host instead of setting TF_CONFIG.
+
+Synopsis:
+
+    >>> variables_of_cluster('{"worker": ["a:1", "b:1"]}', "worker", 1, write=lambda: "/tmp/cluster.json")
+    {'TF_CONFIG': '{"cluster": {"worker": ["a:1", "b:1"]}, "task": {"type": "worker", "index": 1}}'}
 """
 
 from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from pathlib import Path
 
 from tfdist.errors import UsageError
 
+TF_CONFIG = "TF_CONFIG"
 JOB = "TFDIST_JOB"  # the job's name: the same in all processes, and after a restart
 OWN_GPUS = "TFDIST_OWN_GPUS"  # CUDA_VISIBLE_DEVICES lists GPUs that only this process uses
 OWN_NETWORK = "TFDIST_OWN_NETWORK"  # only the processes of the job use their network namespace
@@ -23,6 +31,9 @@ TYPED = "TFDIST_TYPED"  # the command that started the job, as the user typed it
 CLUSTER = "TFDIST_CLUSTER"  # a file with the addresses of all processes, if TF_CONFIG would be too long
 TASK = "TFDIST_TASK"  # set with CLUSTER: the role and the index of this process, as in TF_CONFIG
 PROCESS = "TFDIST_PROCESS"  # the agent that started a process, and its number there; descendants inherit it
+
+# The limit for `name=value` and the null byte behind it: Linux' MAX_ARG_STRLEN, see execve(2).
+LONGEST_VARIABLE_BYTES = 128 * 1024
 
 
 def cores() -> int:
@@ -45,3 +56,43 @@ def number(environment: Mapping[str, str], name: str) -> int:
 def shortened(text: str) -> str:
     """The beginning of a value that may be too long for a message."""
     return text if len(text) <= 80 else f"{text[:77]}..."
+
+
+def variables_of_cluster(cluster: str, role: str, index: int, write: Callable[[], str]) -> dict[str, str]:
+    """The environment variables that describe the cluster to a process.
+
+    Args:
+        cluster: the addresses by role, as JSON.
+        role: the role of the process.
+        index: the number of the process among those with its role.
+        write: writes `cluster` to a file, and returns its path; called if TF_CONFIG would be too long.
+    """
+    task = f'{{"type": "{role}", "index": {index}}}'
+    config = _tf_config(cluster, task)
+    if len(f"{TF_CONFIG}={config}".encode()) < LONGEST_VARIABLE_BYTES:
+        return {TF_CONFIG: config}
+    return {CLUSTER: write(), TASK: task}
+
+
+def find_tf_config(environment: Mapping[str, str]) -> str:
+    """The value of TF_CONFIG, or the one that the file of a large cluster stands for; empty if there is neither.
+
+    Raises:
+        UsageError: the file cannot be read.
+    """
+    config = environment.get(TF_CONFIG, "").strip()
+    if config or CLUSTER not in environment:
+        return config
+    path = environment[CLUSTER]
+    try:
+        cluster = Path(path).read_text(encoding="utf-8")
+    except OSError as error:
+        raise UsageError(
+            f"`{CLUSTER}` is `{path}`, which cannot be read: {error.strerror}",
+            f"the launcher removes this file when its job ends; unset `{CLUSTER}` to train alone",
+        ) from error
+    return _tf_config(cluster, environment.get(TASK, "null"))
+
+
+def _tf_config(cluster: str, task: str) -> str:
+    return f'{{"cluster": {cluster}, "task": {task}}}'

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 
 from tfdist.errors import UsageError
 from tfdist.jobs.job_environment import number, shortened
-from tfdist.jobs.task import Task
+from tfdist.jobs.tf_config import Task
 
 RANK = "SLURM_PROCID"
 LOCAL_RANK = "SLURM_LOCALID"

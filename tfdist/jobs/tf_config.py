@@ -1,18 +1,47 @@
-"""Parses the variable TF_CONFIG, which describes the processes of a job to TensorFlow's own strategies."""
+"""The processes of a job, and the variable TF_CONFIG, which describes them to TensorFlow's own strategies."""
 
 from __future__ import annotations
 
 import json
 import re
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, StrictInt, StrictStr, ValidationError
 
 from tfdist.errors import UsageError
-from tfdist.jobs.cluster_file import TF_CONFIG
-from tfdist.jobs.job_environment import shortened
-from tfdist.jobs.task import ROLES, Task, means_itself
+from tfdist.jobs.job_environment import TF_CONFIG, shortened
+
+# In the order of the ranks.
+ROLES = ("chief", "worker", "ps")
+
+
+@dataclass(frozen=True)
+class Task:
+    """One process of a job: its role, its index among the processes with that role, and its address `host:port`."""
+
+    role: str
+    index: int
+    address: str
+
+    @property
+    def host(self) -> str:
+        """The host's name or address; an IPv6 address without its brackets."""
+        return self.address.rpartition(":")[0].strip("[]")
+
+    @property
+    def port(self) -> int:
+        """The port, 1 to 65535."""
+        return int(self.address.rpartition(":")[2])
+
+    def __str__(self) -> str:
+        return f"{self.role} {self.index} ({self.address})"
+
+
+def means_itself(host: str) -> bool:
+    """Whether this name or address stands for the local host on every host, such as `localhost`."""
+    return host.lower() in ("localhost", "::1", "0.0.0.0", "::") or bool(re.fullmatch(r"127(\.[0-9]+){3}", host))
 
 
 class _TaskField(BaseModel):

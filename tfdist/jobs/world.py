@@ -23,9 +23,9 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from tfdist.errors import UsageError
-from tfdist.jobs import cluster_file, slurm, tf_config
-from tfdist.jobs.job_environment import number
-from tfdist.jobs.task import ROLES, Task, means_itself
+from tfdist.jobs import slurm, tf_config
+from tfdist.jobs.job_environment import TF_CONFIG, find_tf_config, number
+from tfdist.jobs.tf_config import ROLES, Task, means_itself
 
 # Environment variables that contain no addresses: rank, world size, local rank, local world size.
 VARIABLES_OF_RANKS = {
@@ -82,9 +82,9 @@ class World:
         Raises:
             UsageError: the description is wrong; the message names the field or variable.
         """
-        config = cluster_file.find(environment)
+        config = find_tf_config(environment)
         if config:
-            return _from_tasks(*tf_config.parse(config), cluster_file.TF_CONFIG)
+            return _from_tasks(*tf_config.parse(config), TF_CONFIG)
         for source, names in VARIABLES_OF_RANKS.items():
             if names[0] in environment:
                 return _from_ranks(source, names, environment)

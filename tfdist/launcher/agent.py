@@ -24,7 +24,7 @@ from typing import IO, Any
 import psutil
 
 from tfdist.errors import UsageError
-from tfdist.jobs import cluster_file, job_environment, ports
+from tfdist.jobs import job_environment, ports
 from tfdist.launcher import protocol, resources
 
 SECONDS_TO_END = 4.0
@@ -202,10 +202,12 @@ class Agent:
             environment |= {"CUDA_VISIBLE_DEVICES": ",".join(gpus), job_environment.OWN_GPUS: "1"}
         if self._job["cluster"] is None:
             return environment
-        for name in (cluster_file.TF_CONFIG, job_environment.CLUSTER, job_environment.TASK):
+        for name in (job_environment.TF_CONFIG, job_environment.CLUSTER, job_environment.TASK):
             environment.pop(name, None)  # the launcher may itself belong to a job
         cluster = self._job["cluster"]
-        return environment | cluster_file.variables(cluster, settings["role"], settings["index"], self._cluster_file)
+        return environment | job_environment.variables_of_cluster(
+            cluster, settings["role"], settings["index"], self._cluster_file
+        )
 
     def _cluster_file(self) -> str:
         """Returns the path of a temporary file with all addresses, readable by the user only."""

@@ -14,7 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from tfdist.errors import EXIT_RESHAPED, ClusterError, UsageError
-from tfdist.jobs.task import means_itself
+from tfdist.jobs.tf_config import means_itself
 from tfdist.launcher import job
 from tfdist.launcher import run as launcher
 from tfdist.launcher.job import Job

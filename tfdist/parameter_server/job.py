@@ -26,7 +26,7 @@ from tfdist.interface import gpus as _gpus
 from tfdist.internals import tensorflow_coordinator
 from tfdist.jobs import rendezvous
 from tfdist.jobs.job_environment import cores
-from tfdist.jobs.task import Task
+from tfdist.jobs.tf_config import Task
 from tfdist.jobs.world import World
 from tfdist.parameter_server import reader, sharded_variable
 

@@ -16,7 +16,7 @@ from tfdist.interface.bound import Bound
 from tfdist.interface.program import Program, Steps
 from tfdist.internals import keras_variables
 from tfdist.internals import tensorflow as tensorflow_internals
-from tfdist.jobs import timeouts
+from tfdist.jobs import rendezvous
 from tfdist.jobs.world import World
 from tfdist.options import checked_seconds
 from tfdist.parameter_server import closures, copies, job, sharded_variable
@@ -51,7 +51,7 @@ class ServedStrategy(TrainingStrategy):
         self.mode = mode
         self.shard_bytes = shard_bytes
         self.timeout_seconds = checked_seconds("timeout_seconds", timeout_seconds)
-        self._start_timeout_seconds = timeouts.start_timeout_seconds(start_timeout_seconds)
+        self._start_timeout_seconds = rendezvous.start_timeout_seconds(start_timeout_seconds)
         self._job_settings = dict(job_settings or {})
         super().__init__(**options)
 

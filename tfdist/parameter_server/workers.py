@@ -20,7 +20,7 @@ import tensorflow as tf
 from tfdist.errors import ClusterError
 from tfdist.internals import tensorflow_coordinator
 from tfdist.jobs import ports, rendezvous
-from tfdist.jobs.task import Task
+from tfdist.jobs.tf_config import Task
 from tfdist.jobs.world import World
 
 # How often the coordinator checks for silent workers while it waits for closures.

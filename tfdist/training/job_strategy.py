@@ -22,8 +22,8 @@ from tfdist.groups.packing import Packing
 from tfdist.interface import gpus
 from tfdist.interface.variables import Variables
 from tfdist.internals.tensorflow import global_seed
-from tfdist.jobs import consensus, timeouts
-from tfdist.jobs.heartbeat import Heartbeat, Limits
+from tfdist.jobs import consensus, rendezvous
+from tfdist.jobs.heartbeat import Heartbeat, Limits, checked_callback_timeout
 from tfdist.jobs.world import World
 from tfdist.options import Seconds, checked_seconds
 from tfdist.spmd.process_mesh import ProcessMesh
@@ -60,8 +60,8 @@ class JobStrategy(TrainingStrategy):
         **options: Any,
     ):
         self.timeout_seconds = checked_seconds("timeout_seconds", timeout_seconds)
-        self.callback_timeout_seconds = timeouts.callback_timeout_seconds(callback_timeout_seconds)
-        self.start_timeout_seconds = timeouts.start_timeout_seconds(start_timeout_seconds)
+        self.callback_timeout_seconds = checked_callback_timeout(callback_timeout_seconds)
+        self.start_timeout_seconds = rendezvous.start_timeout_seconds(start_timeout_seconds)
         self.job_settings = dict(job_settings or {})
         super().__init__(**options)
         # The seed determines the order of the examples, so it must be equal in all processes.

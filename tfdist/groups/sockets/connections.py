@@ -1,33 +1,25 @@
 """Connects the processes of a job by sockets: in a ring and in a tree at the start, and pairwise on demand.
 
-Before, an exchange by other means tells all processes the port of each process and the secret with which connections to
-it begin.
+Before, an exchange by other means tells all processes where each process listens, and the random name that connections
+to it begin with.
 """
 
 from __future__ import annotations
 
-import contextlib
 import secrets
 import selectors
-import socket
-import struct
 import time
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
-from typing import NamedTuple, cast
+from collections.abc import Callable, Iterable
+from typing import NamedTuple
 
 from tfdist.errors import ClusterError
-from tfdist.groups.sockets import tree
 from tfdist.groups.sockets.session import Link
 from tfdist.jobs import connections, ports
-from tfdist.jobs.connections import Exchange
+from tfdist.jobs.connections import Exchange, Hello, LineConnection, Member, Reception, as_line
+from tfdist.jobs.tree import ancestors, children
 from tfdist.jobs.world import World
 
-SECRET_BYTES = 16
-# How a connection begins: the secret of the accepting process, the kind, and the rank of the connecting process.
-HELLO = struct.Struct(f"!{SECRET_BYTES}sII")
 RING, TREE, PAIR, HOST, HOSTS = range(5)
-MOST_PENDING = 64  # connections whose hello is incomplete
 
 
 class Origin(NamedTuple):
@@ -37,125 +29,117 @@ class Origin(NamedTuple):
     rank: int
 
 
-@dataclass(frozen=True)
-class Connections:
-    """The connections with which a process starts, and how it makes others; none of them blocks.
+class Neighbours(NamedTuple):
+    """The links with which a process starts.
 
     Attributes:
-        following: the link to the next process of the ring, for sending.
-        previous: the link to the previous process, for receiving.
-        above: the link to the parent in the tree; none in process 0.
-        below: the links to the children in the tree, by rank.
-        listener: accepts connections.
-        addresses: where all processes listen.
+        following: to the next process of the ring, for sending.
+        previous: to the previous process, for receiving.
+        above: to the parent in the tree; none in process 0.
+        below: to the children in the tree, by rank.
     """
 
     following: Link
     previous: Link
     above: list[Link]
     below: list[Link]
-    listener: Listener
-    addresses: Addresses
 
 
-class Addresses:
-    """Where all processes listen.
+class Connections:
+    """Opens connections to the other processes, and accepts theirs.
+
+    A connection begins with the name of the accepting process; all others are closed.
 
     Args:
-        world: the job, with the hosts of all processes.
-        answers: the secret and the port of each process, by rank.
+        world: the job with the addresses of all processes, and the rank of this process.
+        exchange: returns the message of each process, by rank.
     """
 
-    def __init__(self, world: World, answers: list[bytes]):
-        self._world = world
-        self._answers = answers
+    def __init__(self, world: World, exchange: Exchange):
+        self._listener = ports.listen_anywhere()
+        self._name, self._rank = secrets.token_hex(16), world.rank
+        member = Member(self._name, [world.tasks[world.rank].host], self._listener.getsockname()[1])
+        self._selector = selectors.DefaultSelector()
+        self._reception = Reception(self._selector, self._listener, Hello, self._identify)
+        self._wanted: Callable[[Origin], bool]
+        self._accepted: dict[Origin, Link]
+        self._members = exchange(member.message())
 
-    def open(self, target: Origin, seconds: float) -> socket.socket:
+    def open(self, target: Origin, seconds: float) -> Link:
         """Opens a connection of a kind to a rank.
 
         Raises:
             OSError: it cannot be opened, or not within `seconds`.
         """
-        answer = self._answers[target.rank]
-        port = int.from_bytes(answer[SECRET_BYTES:], "big")
-        connection = connections.connect(self._world.tasks[target.rank].host, port, seconds)
+        member = Member.parse(self._members[target.rank])
+        connection = connections.connect(member.hosts[0], member.port, seconds)
         try:
-            connection.sendall(HELLO.pack(answer[:SECRET_BYTES], target.kind, self._world.rank))
+            connection.sendall(as_line(Hello(rank=self._rank, name=member.name, kind=target.kind)))
         except OSError:
             connection.close()
             raise
-        return _prepared(connection)
+        return Link(target.rank, connection)
 
+    def accept(self, wanted: Callable[[Origin], bool], seconds: float = 0.0) -> dict[Origin, Link]:
+        """The `wanted` connections whose hello is complete, after up to `seconds`."""
+        self._wanted, self._accepted = wanted, {}
+        for key, events in self._selector.select(seconds):
+            key.data(events)
+        self._reception.close_late()
+        return self._accepted
 
-class Listener:
-    """Accepts connections that begin with the secret of this process, and closes all others."""
+    def open_and_accept(
+        self, targets: Iterable[Origin], expected: set[Origin], seconds: float
+    ) -> tuple[dict[Origin, Link], dict[Origin, Link]]:
+        """Returns the links to `targets`, which this process opens, and the `expected` ones, which others open.
 
-    def __init__(self, listener: socket.socket, secret: bytes):
-        listener.setblocking(False)
-        self._listener = listener
-        self._secret = secret
-        self._hellos: dict[socket.socket, bytes] = {}  # what has arrived of each, the oldest connection first
-
-    def __iter__(self) -> Iterator[socket.socket]:
-        """The sockets that become readable if there is something to accept."""
-        return iter((self._listener, *self._hellos))
-
-    def accept(self, ready: Iterable[socket.socket], wanted: Callable[[Origin], bool]) -> dict[Origin, socket.socket]:
-        """The `wanted` connections whose hello is complete, after the sockets `ready` have become readable."""
-        accepted: dict[Origin, socket.socket] = {}
-        for readable in ready:
-            for connection in self._new() if readable is self._listener else [readable]:
-                origin = self._origin(connection)
-                if origin is not None and origin not in accepted and wanted(origin):
-                    del self._hellos[connection]
-                    accepted[origin] = _prepared(connection)
-                elif origin is not None:
-                    self._reject(connection)
-        while len(self._hellos) > MOST_PENDING:
-            self._reject(next(iter(self._hellos)))
-        return accepted
+        Raises:
+            OSError: one of them cannot be made, or not within `seconds`; the others are closed.
+        """
+        opened: dict[Origin, Link] = {}
+        accepted: dict[Origin, Link] = {}
+        deadline = time.monotonic() + seconds
+        try:
+            for target in targets:
+                opened[target] = self.open(target, deadline - time.monotonic())
+            while accepted.keys() != expected:
+                if (left := deadline - time.monotonic()) <= 0:
+                    raise TimeoutError("timed out")
+                accepted |= self.accept((expected - accepted.keys()).__contains__, left)
+        except OSError:
+            for link in (*opened.values(), *accepted.values()):
+                link.connection.close()
+            raise
+        return opened, accepted
 
     def close_pending(self) -> None:
         """Closes the connections whose hello is incomplete."""
-        for connection in list(self._hellos):
-            self._reject(connection)
+        self._reception.close_unidentified()
+
+    def fileno(self) -> int:
+        """The descriptor that becomes readable if there is something to accept."""
+        return self._selector.fileno()
+
+    def shutdown(self, how: int, /) -> None:
+        """Accepts no more connections; called from any thread."""
+        self._listener.shutdown(how)
 
     def close(self) -> None:
-        """Accepts no more connections."""
-        for connection in self:
-            connection.close()
+        """As `shutdown`, and closes the connections whose hello is incomplete; may be called again."""
+        self._reception.close()
+        self._listener.close()
+        self._selector.close()
 
-    def _new(self) -> Iterator[socket.socket]:
-        """Accepts the connections that have arrived."""
-        with contextlib.suppress(OSError):  # there is none left, or the peer has closed it already
-            while True:
-                connection, _ = self._listener.accept()
-                connection.setblocking(False)
-                self._hellos[connection] = b""
-                yield connection
-
-    def _origin(self, connection: socket.socket) -> Origin | None:
-        """The origin of a connection once its hello is complete; rejects it if it ends or has another secret."""
-        data = b""
-        try:
-            data = connection.recv(HELLO.size - len(self._hellos[connection]))
-        except BlockingIOError:
-            return None
-        except OSError:
-            pass
-        self._hellos[connection] += data
-        hello = self._hellos[connection]
-        if not data or (len(hello) >= SECRET_BYTES and not secrets.compare_digest(hello[:SECRET_BYTES], self._secret)):
-            self._reject(connection)
-            return None
-        return Origin(*HELLO.unpack(hello)[1:]) if len(hello) == HELLO.size else None
-
-    def _reject(self, connection: socket.socket) -> None:
-        del self._hellos[connection]
-        connection.close()
+    def _identify(self, connection: LineConnection, hello: Hello) -> bool:
+        origin = Origin(hello.kind, hello.rank)
+        is_known = secrets.compare_digest(hello.name.encode(), self._name.encode())
+        if not is_known or origin in self._accepted or not self._wanted(origin):
+            return False
+        self._accepted[origin] = Link(hello.rank, *connection.detach())
+        return True
 
 
-def connect(world: World, exchange: Exchange, seconds: float) -> Connections:
+def connect(world: World, exchange: Exchange, seconds: float) -> tuple[Connections, Neighbours]:
     """Connects this process with the others; all of them call it.
 
     Args:
@@ -166,83 +150,31 @@ def connect(world: World, exchange: Exchange, seconds: float) -> Connections:
     Raises:
         ClusterError: the processes cannot be connected; raised in all of them.
     """
-    secret = secrets.token_bytes(SECRET_BYTES)
-    listening = ports.listen_anywhere()
-    listener = Listener(listening, secret)
-    addresses = Addresses(world, exchange(secret + listening.getsockname()[1].to_bytes(4, "big")))
     rank, size = world.rank, world.world_size
+    ours = Connections(world, exchange)
     following, previous = Origin(RING, (rank + 1) % size), Origin(RING, (rank - 1) % size)
-    above = [Origin(TREE, parent) for parent in tree.parents(rank, size)]
-    below = [Origin(TREE, child) for child in tree.children(rank, size)]
-    opened: dict[Origin, socket.socket] = {}
-    accepted: dict[Origin, socket.socket] = {}
+    above = [Origin(TREE, parent) for parent in ancestors(rank, size)[:1]]
+    below = [Origin(TREE, child) for child in children(rank, size)]
+    opened: dict[Origin, Link] = {}
+    accepted: dict[Origin, Link] = {}
     problem = ""
     try:
-        opened, accepted = open_and_accept(addresses, listener, [following, *above], {previous, *below}, seconds)
-        listener.close_pending()
+        opened, accepted = ours.open_and_accept([following, *above], {previous, *below}, seconds)
+        ours.close_pending()
     except OSError as error:
         problem = f"{world.named(rank)}: {connections.described(error)}"
     problems = [answer.decode() for answer in exchange(problem.encode()) if answer]
     if problems:
-        listener.close()
-        for connection in (*opened.values(), *accepted.values()):
-            connection.close()
+        ours.close()
+        for link in (*opened.values(), *accepted.values()):
+            link.connection.close()
         raise ClusterError(
             f"The processes cannot be connected with each other: {'; '.join(problems)}",
             "let the machines of the job reach all ports of each other",
         )
-    return Connections(
-        Link(following.rank, opened[following]),
-        Link(previous.rank, accepted[previous]),
-        [Link(origin.rank, opened[origin]) for origin in above],
-        [Link(origin.rank, accepted[origin]) for origin in below],
-        listener,
-        addresses,
+    return ours, Neighbours(
+        opened[following],
+        accepted[previous],
+        [opened[origin] for origin in above],
+        [accepted[origin] for origin in below],
     )
-
-
-def open_and_accept(
-    addresses: Addresses, listener: Listener, targets: Iterable[Origin], expected: set[Origin], seconds: float
-) -> tuple[dict[Origin, socket.socket], dict[Origin, socket.socket]]:
-    """Returns the connections to `targets`, which this process opens, and the `expected` ones, which others open.
-
-    Raises:
-        OSError: one of them cannot be made, or not within `seconds`; the others are closed.
-    """
-    opened: dict[Origin, socket.socket] = {}
-    deadline = time.monotonic() + seconds
-    try:
-        for target in targets:
-            opened[target] = addresses.open(target, deadline - time.monotonic())
-        return opened, _accept(listener, expected, deadline)
-    except OSError:
-        for connection in opened.values():
-            connection.close()
-        raise
-
-
-def _accept(listener: Listener, expected: set[Origin], deadline: float) -> dict[Origin, socket.socket]:
-    """Accepts the `expected` connections.
-
-    Raises:
-        TimeoutError: one is missing at the time `deadline` of `time.monotonic`; the others are closed.
-    """
-    accepted: dict[Origin, socket.socket] = {}
-    while accepted.keys() != expected:
-        left = deadline - time.monotonic()
-        if left <= 0:
-            for connection in accepted.values():
-                connection.close()
-            raise TimeoutError("timed out")
-        with selectors.DefaultSelector() as selector:
-            for awaited in listener:
-                selector.register(awaited, selectors.EVENT_READ)
-            ready = [cast(socket.socket, key.fileobj) for key, _ in selector.select(left)]
-        accepted |= listener.accept(ready, (expected - accepted.keys()).__contains__)
-    return accepted
-
-
-def _prepared(connection: socket.socket) -> socket.socket:
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    connection.setblocking(False)
-    return connection

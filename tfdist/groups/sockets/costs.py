@@ -31,7 +31,7 @@ from __future__ import annotations
 
 import functools
 
-from tfdist.groups.sockets.tree import FAN_OUT, depth
+from tfdist.jobs.tree import FAN_OUT, depth
 
 ALPHA = 60e-6  # to send, to wake up the waiting process, and to receive
 BETA = 5e-10  # per byte: to send, receive and add data in the cache; a network of 10 Gbit/s takes 8e-10

@@ -43,7 +43,7 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from tfdist.groups.sockets.connections import HOST, HOSTS, Connections, Origin, open_and_accept
+from tfdist.groups.sockets.connections import HOST, HOSTS, Connections, Origin
 from tfdist.groups.sockets.operations import (
     EXCHANGE,
     MEETING,
@@ -57,7 +57,8 @@ from tfdist.groups.sockets.operations import (
 )
 from tfdist.groups.sockets.ring import Ring
 from tfdist.groups.sockets.session import Link, Session
-from tfdist.groups.sockets.tree import Tree, children, depth, level, parents
+from tfdist.groups.sockets.tree import Tree
+from tfdist.jobs.tree import ancestors, children, depth
 
 TOKEN_BYTES = 16
 PLACE = struct.Struct(f"!II{TOKEN_BYTES}s")  # the process ID, the file descriptor of the memory, the token
@@ -192,30 +193,28 @@ def _linked(
 ) -> Hosts:
     """Makes the connections on a host, and those between the leaders."""
     first, size = place.own.start, len(place.own)
-    above = [Origin(HOST, first + parent) for parent in parents(place.index, size)]
+    above = [Origin(HOST, first + parent) for parent in ancestors(place.index, size)[:1]]
     below = [Origin(HOST, first + child) for child in children(place.index, size)]
     following = previous = None
     if place.is_leader and len(place.parts) > 1:
         following = Origin(HOSTS, place.parts[(place.number + 1) % len(place.parts)].start)
         previous = Origin(HOSTS, place.parts[place.number - 1].start)
-    opened, accepted = open_and_accept(
-        connections.addresses,
-        connections.listener,
+    opened, accepted = connections.open_and_accept(
         [*above, *([] if following is None else [following])],
         {*below, *([] if previous is None else [previous])},
         seconds,
     )
     ring = None
     if following is not None and previous is not None:
-        ends = Link(following.rank, opened[following]), Link(previous.rank, accepted[previous])
-        ring = Ring(session, tree, *ends, (place.number, len(place.parts)), later=2 * place.levels)
+        position = place.number, len(place.parts)
+        ring = Ring(session, tree, opened[following], accepted[previous], position, later=2 * place.levels)
     return Hosts(
         session,
         tree,
         place,
         memory,
-        [Link(origin.rank, opened[origin]) for origin in above],
-        [Link(origin.rank, accepted[origin]) for origin in below],
+        [opened[origin] for origin in above],
+        [accepted[origin] for origin in below],
         ring,
     )
 
@@ -292,13 +291,13 @@ class Hosts:
         self._slots = memory
         self._turn = 0
         # The neighbours of a silent process give up first, so that the error that goes through the tree names it.
-        own_level = level(place.index, len(place.own))
+        own_level = len(ancestors(place.index, len(place.own)))
         self._later_below, self._later_above = place.levels - own_level - 1, place.levels + own_level
         if self.count > 1:
             self._later_above += 2 * place.levels
 
     def sum(self, operation: Operation, values: np.ndarray) -> np.ndarray:
-        """The sum of an array over the processes, bitwise identical in all of them."""
+        """As `Sockets.sum`."""
         flat = np.asarray(values, order="C").reshape(-1)
         total = np.empty_like(flat)
         cuts = even_cuts(flat.size, self._session.world.world_size)
@@ -308,10 +307,7 @@ class Hosts:
         return total.reshape(values.shape)
 
     def sum_part(self, operation: Operation, values: np.ndarray) -> np.ndarray:
-        """Part `rank` of the sum of an array `[size * n, ...]`: `[n, ...]`, bitwise identical to that part of `sum`.
-
-        If the number of rows is not a multiple of `size`, the last rows belong to no part.
-        """
+        """As `Sockets.sum_part`."""
         flat = np.asarray(values, order="C").reshape(-1)
         size, rank = self._session.world.world_size, self._place.rank
         shape = (len(values) // size, *values.shape[1:])

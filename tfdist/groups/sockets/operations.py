@@ -28,9 +28,6 @@ from typing import NamedTuple
 
 import numpy as np
 
-from tfdist.errors import ClusterError
-from tfdist.jobs.connections import SentError
-
 
 class Round(NamedTuple):
     """A piece of each process's part: its place in the whole array, and in the memory of one round."""
@@ -111,14 +108,3 @@ class Operation(NamedTuple):
     def __str__(self) -> str:
         name = NAMES.get(self.kind, "something else")
         return name if self.kind == EXCHANGE else f"{name} of {self.size_bytes} bytes"
-
-
-def error_frame(error: ClusterError) -> bytes:
-    """An error as a frame of the kind `ERROR`, for processes that wait for the header of an operation."""
-    body = SentError.of(error).model_dump_json().encode()
-    return Operation(0, ERROR, 0).header(len(body)) + body
-
-
-def error_of(body: bytes | bytearray) -> ClusterError:
-    """The error that another process has sent."""
-    return SentError.model_validate_json(body).error()

@@ -45,16 +45,13 @@ class Ring:
         self._rank, self._size = position
 
     def sum(self, operation: Operation, values: np.ndarray) -> np.ndarray:
-        """The sum of an array over the processes, bitwise identical in all of them."""
+        """As `Sockets.sum`."""
         total, parts = self._sum_parts(operation, values, even_cuts(values.size, self._size))
         self.share_parts(total, parts)
         return total.reshape(values.shape)
 
     def sum_part(self, operation: Operation, values: np.ndarray) -> np.ndarray:
-        """Part `rank` of the sum of an array `[size * n, ...]`: `[n, ...]`, bitwise identical to that part of `sum`.
-
-        If the number of rows is not a multiple of `size`, the last rows belong to no part.
-        """
+        """As `Sockets.sum_part`."""
         shape = (len(values) // self._size, *values.shape[1:])
         total, parts = self._sum_parts(operation, values, even_cuts(math.prod(shape) * self._size, self._size))
         return total[parts[self._rank]].reshape(shape)

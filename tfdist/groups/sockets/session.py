@@ -12,34 +12,37 @@ import itertools
 import select
 import socket
 from collections.abc import Callable, Iterable, Mapping
-from typing import NoReturn
+from typing import ClassVar, NoReturn, Protocol
 
 from tfdist.errors import ClusterError
-from tfdist.groups.sockets.operations import error_frame
+from tfdist.groups.sockets.operations import ERROR, Operation
 from tfdist.jobs import watchdog
-from tfdist.jobs.connections import described, gone, hung_up
+from tfdist.jobs.connections import SentError, described, gone, hung_up
 from tfdist.jobs.world import World
 
+MOST_AT_ONCE = 1024  # bytes that are received with a header; most frames are shorter
 PIECE_BYTES = 1 << 20  # small enough that received data is still in the processor's cache when it is added
 READABLE, WRITABLE = select.POLLIN, select.POLLOUT
 ENDED = select.POLLHUP | select.POLLERR | select.POLLNVAL
 
 
 class Link:
-    """A connection with a neighbour in the ring or in the tree; it does not block.
+    """A connection with another process; it does not block.
 
     Attributes:
-        rank: the rank of the neighbour.
+        rank: the rank of the other process.
         connection: the socket.
         ahead: data that was received, and belongs to a later frame.
         sent_bytes: the number of bytes that were sent to the neighbour.
         in_frame: whether a frame was sent in part, so that the neighbour takes the next data for the rest of it.
     """
 
-    def __init__(self, rank: int, connection: socket.socket):
+    def __init__(self, rank: int, connection: socket.socket, ahead: bytes = b""):
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        connection.setblocking(False)
         self.rank = rank
         self.connection = connection
-        self.ahead = b""
+        self.ahead = ahead
         self.sent_bytes = 0
         self.in_frame = False
 
@@ -81,6 +84,59 @@ class Link:
         return count
 
 
+class Frame:
+    """A header of fixed size and its body, which arrive over a link in pieces of any size.
+
+    Attributes:
+        whole: whether the frame is complete.
+    """
+
+    header_bytes: ClassVar[int]
+
+    def __init__(self, link: Link):
+        self.whole = False
+        self._link = link
+        self._begin, link.ahead = link.ahead, b""
+        self._space: memoryview | None = None  # the part of the body that is to be filled
+        self._take_header()
+
+    def space_for_body(self, header: bytes) -> memoryview:
+        """Reads the complete header, and returns the memory for its body."""
+        raise NotImplementedError
+
+    def receive(self) -> None:
+        """Receives a part.
+
+        Raises:
+            OSError: the other process has gone.
+        """
+        if self._space is None:
+            self._begin += self._link.receive(MOST_AT_ONCE)
+            self._take_header()
+        else:
+            self._space = self._space[self._link.receive_into(self._space) :]
+            self.whole = not self._space
+
+    def _take_header(self) -> None:
+        """Reads the header, if it is complete, and takes the part of the body that has arrived with it."""
+        if len(self._begin) < self.header_bytes:
+            return
+        body = self.space_for_body(self._begin[: self.header_bytes])
+        end = self.header_bytes + len(body)
+        arrived = self._begin[self.header_bytes : end]
+        self._link.ahead = self._begin[end:]
+        body[: len(arrived)] = arrived
+        self._space = body[len(arrived) :]
+        self.whole = not self._space
+
+
+class Connection(Protocol):
+    """A socket, or what is used as one."""
+
+    def shutdown(self, how: int, /) -> None: ...
+    def close(self) -> None: ...
+
+
 class Session:
     """The common state of the connections of one process.
 
@@ -92,7 +148,7 @@ class Session:
         failure: why the processes are no longer connected; `None` while they are.
         excused: called when others have been silent for too long; returns whether to wait for the same time again.
         tree: the links on which errors are sent too.
-        others: collections of all other sockets.
+        others: collections of all other connections.
     """
 
     def __init__(self, world: World, timeout_seconds: float):
@@ -101,7 +157,7 @@ class Session:
         self.failure: ClusterError | None = None
         self.excused: Callable[[], bool] = lambda: False
         self.tree: list[Link] = []
-        self.others: list[Iterable[socket.socket]] = []
+        self.others: list[Iterable[Connection]] = []
 
     def require_connected(self) -> None:
         """Raises the error with which the job has ended, if it has ended."""
@@ -127,7 +183,8 @@ class Session:
     def fail(self, error: ClusterError) -> NoReturn:
         """Sends the error to the neighbours, closes all connections, and raises the error."""
         self.failure = self.failure or error  # later errors are consequences of the first
-        frame = error_frame(self.failure)
+        body = SentError.of(self.failure).model_dump_json().encode()
+        frame = Operation(0, ERROR, 0).header(len(body)) + body
         for link in self.tree:
             if not link.in_frame:
                 with contextlib.suppress(OSError):
@@ -147,7 +204,7 @@ class Session:
         for connection in self._all():
             connection.close()
 
-    def _all(self) -> list[socket.socket]:
+    def _all(self) -> list[Connection]:
         return [*(link.connection for link in self.tree), *itertools.chain.from_iterable(self.others)]
 
 

@@ -4,63 +4,45 @@ This takes two messages per edge, and time that grows with the depth of the tree
 with the number of processes. Every collective operation begins in the tree, large operations only with their header: a
 process that is in another operation is noticed before any process has computed with its data.
 
-The processes below each process have consecutive ranks, so that ranks with equal messages form few ranges.
+`tfdist.jobs.tree` is the shape of the tree.
+
+Messages go up in tables: each different message, with the ranges of ranks that have sent it. If all processes send the
+same message, a table has the size of one message, for any number of processes. A table whose messages are too long
+together is `None`.
+
+Synopsis:
+
+    >>> parts = [table_of(b"yes", 0), table_of(b"no", 1), table_of(b"yes", 2), table_of(b"yes", 3)]
+    >>> table = merged_tables(parts, longest=100)
+    >>> table
+    {b'yes': [(0, 1), (2, 4)], b'no': [(1, 2)]}
+    >>> by_rank(unpacked_table(packed_table(table)), 4)
+    [b'yes', b'no', b'yes', b'yes']
+    >>> merged_tables(parts, longest=4) is None
+    True
 """
 
 from __future__ import annotations
 
 import contextlib
-import itertools
+import struct
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 import numpy as np
 
-from tfdist.errors import DisagreementError
-from tfdist.groups.sockets import tables
+from tfdist.errors import ClusterError, DisagreementError
 from tfdist.groups.sockets.messages import memory
-from tfdist.groups.sockets.operations import ERROR, HEADER, Body, Operation, add_into, error_of
-from tfdist.groups.sockets.session import READABLE, WRITABLE, Link, Session, reason, wait
-from tfdist.jobs.connections import hung_up
+from tfdist.groups.sockets.operations import ERROR, HEADER, Body, Operation, add_into
+from tfdist.groups.sockets.session import READABLE, WRITABLE, Frame, Link, Session, reason, wait
+from tfdist.jobs.connections import SentError, hung_up
+from tfdist.jobs.tree import ancestors, depth
 
-FAN_OUT = 4
-MOST_AT_ONCE = 1024  # bytes that are received with a header; most frames are shorter
+Table = dict[bytes, list[tuple[int, int]]]
 
-
-def children(rank: int, size: int) -> list[int]:
-    """The processes directly below `rank`."""
-    return [part.start for part in _parts(_path(rank, size)[-1])]
-
-
-def parents(rank: int, size: int) -> list[int]:
-    """The process directly above `rank`; none for process 0."""
-    return [part.start for part in _path(rank, size)[-2:-1]]
-
-
-def level(rank: int, size: int) -> int:
-    """The number of edges between process 0 and `rank`."""
-    return len(_path(rank, size)) - 1
-
-
-def depth(size: int) -> int:
-    """The number of edges between process 0 and the process that is farthest away."""
-    return 0 if size == 1 else 1 + depth(max(map(len, _parts(range(size)))))
-
-
-def _path(rank: int, size: int) -> list[range]:
-    """The processes on the way from process 0 to `rank`, each as the first of a range with all processes below it."""
-    path = [range(size)]
-    while path[-1].start != rank:
-        path.append(next(part for part in _parts(path[-1]) if rank in part))
-    return path
-
-
-def _parts(whole: range) -> list[range]:
-    """The ranks below the first of `whole`, in parts of about the same length."""
-    below = whole[1:]
-    count = min(FAN_OUT, len(below))
-    cuts = [len(below) * index // count for index in range(count + 1)] if count else []
-    return [below[begin:end] for begin, end in itertools.pairwise(cuts)]
+COUNTS = struct.Struct("<QQ")  # precedes each message: its length, and the number of its ranges
+RANGE = struct.Struct("<QQ")
+TOO_LONG = b"\xff"  # shorter than any table
 
 
 class Tree:
@@ -83,7 +65,7 @@ class Tree:
         self._ended: set[Link] = set()  # to neighbours that have hung up while this process waited elsewhere
         self._rank, self._size = session.world.rank, session.world.world_size
         # The neighbours of a silent process give up first, so that the error that goes through the tree names it.
-        levels, own_level = depth(self._size), level(self._rank, self._size)
+        levels, own_level = depth(self._size), len(ancestors(self._rank, self._size))
         self._later_below, self._later_above = levels - own_level - 1, levels + own_level - 1
 
     def listen_to(self, links: Sequence[Link]) -> None:
@@ -167,12 +149,13 @@ class Tree:
         """
         if len(link.ahead) < HEADER.size or Operation.read(link.ahead)[0].kind != ERROR:
             return
-        frame = Frame(link)
+        frame = OperationFrame(link)
         while not frame.whole:
             if not wait({link.connection.fileno(): READABLE}, self._session.patience().between_looks_seconds):
                 raise hung_up()
             frame.receive()
-        self._session.fail(error_of(frame.body))
+        assert frame.error is not None
+        self._session.fail(frame.error)
 
     def agree(self, operation: Operation) -> None:
         """Returns when all processes have begun the same operation."""
@@ -192,13 +175,13 @@ class Tree:
 
     def exchange(self, operation: Operation, message: Body, longest: int) -> list[bytes] | None:
         """The messages of all processes, by rank; `None` if the different ones among them exceed `longest` bytes."""
-        own = tables.of_one(bytes(message), self._rank) if len(message) <= longest else None
+        own = table_of(bytes(message), self._rank) if len(message) <= longest else None
 
         def merge(bodies: Sequence[Body]) -> bytes:
-            return tables.packed(tables.merged([own, *map(tables.unpacked, bodies)], longest))
+            return packed_table(merged_tables([own, *map(unpacked_table, bodies)], longest))
 
-        table = tables.unpacked(self._through(operation, merge))
-        return None if table is None else tables.by_rank(table, self._size)
+        table = unpacked_table(self._through(operation, merge))
+        return None if table is None else by_rank(table, self._size)
 
     def _through(self, operation: Operation, merge: Callable[[Sequence[Body]], Body]) -> Body:
         """The merged bodies of all processes, as process 0 has merged them; of two processes, each merges both.
@@ -218,7 +201,7 @@ class Tree:
         """Sends `body` over the links `to`, and returns the bodies that arrive over `by`, after the same header."""
         whole = memoryview(b"".join((operation.header(len(body)), body)))
         unsent = {link.connection.fileno(): (link, whole) for link in to}
-        frames = {link.connection.fileno(): Frame(link) for link in by}
+        frames = {link.connection.fileno(): OperationFrame(link) for link in by}
         missing = dict(zip(frames, by, strict=True))
         ready = dict.fromkeys(unsent, WRITABLE)
         ready |= {descriptor: READABLE for descriptor, frame in frames.items() if frame.whole}
@@ -251,7 +234,7 @@ class Tree:
         link.in_frame = len(data) > 0
         return data
 
-    def _received(self, operation: Operation, link: Link, frame: Frame) -> bool:
+    def _received(self, operation: Operation, link: Link, frame: OperationFrame) -> bool:
         """Receives a part of a frame; returns whether it is complete."""
         try:
             if not frame.whole:  # an error may have arrived with the previous frame
@@ -262,11 +245,11 @@ class Tree:
             self._require_same(operation, link.rank, frame)
         return frame.whole
 
-    def _require_same(self, own: Operation, rank: int, frame: Frame) -> None:
+    def _require_same(self, own: Operation, rank: int, frame: OperationFrame) -> None:
         """Ends the job if `rank` has sent an error, or is in another operation than this process."""
+        if frame.error is not None:
+            self._session.fail(frame.error)
         other = frame.operation
-        if other.kind == ERROR:
-            self._session.fail(error_of(frame.body))
         if other != own:
             here, there = self._session.world.named(self._rank), self._session.world.named(rank)
             self._session.fail(
@@ -286,46 +269,79 @@ def _wanted(unsent: Mapping[int, object], missing: Mapping[int, object]) -> dict
     return wanted
 
 
-class Frame:
-    """A header and its body, which arrive over a link in pieces of any size.
+class OperationFrame(Frame):
+    """The header of an operation, and its body.
 
     Attributes:
-        operation: the operation of the header, once it has arrived.
+        operation: the operation, once the header has arrived.
         body: the data after the header.
-        whole: whether the frame is complete.
     """
 
-    def __init__(self, link: Link):
-        self.operation = Operation(0, ERROR, 0)
-        self.body = bytearray()
-        self.whole = False
-        self._link = link
-        self._begin, link.ahead = link.ahead, b""
-        self._space: memoryview | None = None  # the part of the body that is to be filled
-        self._parse_header()
+    header_bytes = HEADER.size
 
-    def receive(self) -> None:
-        """Receives a part.
-
-        Raises:
-            OSError: the other process has gone.
-        """
-        if self._space is None:
-            self._begin += self._link.receive(MOST_AT_ONCE)
-            self._parse_header()
-        else:
-            self._space = self._space[self._link.receive_into(self._space) :]
-            self.whole = not self._space
-
-    def _parse_header(self) -> None:
-        """Parses the header, if it is complete, and takes the part of the body that has arrived with it."""
-        if len(self._begin) < HEADER.size:
-            return
-        self.operation, body_bytes = Operation.read(self._begin)
-        end = HEADER.size + body_bytes
-        arrived = self._begin[HEADER.size : end]
-        self._link.ahead = self._begin[end:]  # an error that the other process has sent afterwards
+    def space_for_body(self, header: bytes) -> memoryview:
+        self.operation, body_bytes = Operation.read(header)
         self.body = bytearray(body_bytes)
-        self.body[: len(arrived)] = arrived
-        self._space = memoryview(self.body)[len(arrived) :]
-        self.whole = not self._space
+        return memoryview(self.body)
+
+    @property
+    def error(self) -> ClusterError | None:
+        """The error that the other process has sent, if this frame is one."""
+        return SentError.model_validate_json(self.body).error() if self.operation.kind == ERROR else None
+
+
+def table_of(message: bytes, rank: int) -> Table:
+    """The table of one process."""
+    return {message: [(rank, rank + 1)]}
+
+
+def merged_tables(parts: Iterable[Table | None], longest: int) -> Table | None:
+    """The table of all processes of `parts`, whose ranks ascend; `None` if its messages exceed `longest` bytes."""
+    whole: Table = {}
+    for part in parts:
+        if part is None:
+            return None
+        for message, ranges in part.items():
+            merged_ranges = whole.setdefault(message, [])
+            for begin, end in ranges:
+                if merged_ranges and merged_ranges[-1][1] == begin:
+                    merged_ranges[-1] = merged_ranges[-1][0], end
+                else:
+                    merged_ranges.append((begin, end))
+    return whole if sum(map(len, whole)) <= longest else None
+
+
+def packed_table(table: Table | None) -> bytes:
+    """Encodes a table as bytes."""
+    if table is None:
+        return TOO_LONG
+    pieces = []
+    for message, ranges in table.items():
+        pieces += [COUNTS.pack(len(message), len(ranges)), *(RANGE.pack(*bounds) for bounds in ranges), message]
+    return b"".join(pieces)
+
+
+def unpacked_table(data: bytes | bytearray | memoryview) -> Table | None:
+    """Decodes the bytes of `packed_table`."""
+    if len(data) == len(TOO_LONG):
+        return None
+    table: Table = {}
+    view, position = memoryview(data), 0
+    while position < len(view):
+        length, count = COUNTS.unpack_from(view, position)
+        begin = position + COUNTS.size + count * RANGE.size
+        ranges = list(RANGE.iter_unpack(view[position + COUNTS.size : begin]))
+        position = begin + length
+        table[bytes(view[begin:position])] = ranges
+    return table
+
+
+def by_rank(table: Table, size: int) -> list[bytes]:
+    """The message of each process; equal messages are the same object."""
+    if len(table) == 1:
+        return [*table] * size
+    messages = [b""] * size
+    for message, ranges in table.items():
+        for begin, end in ranges:
+            messages[begin:end] = [message] * (end - begin)
+    return messages

@@ -1,7 +1,7 @@
 """Which processes of a job are alive, and what they do: TensorFlow, Horovod and MPI wait without knowing for whom.
 
 In every process, one thread exchanges messages with a few others, whatever the other threads do, and so learns the
-state of all processes (see `tfdist.jobs.heartbeat.tree`):
+state of all processes (see `tfdist.jobs.heartbeat_tree`):
 
     stopped or ended   sends nothing, or cannot be reached     → lost: the job is given up
     waiting            is in an exchange with the others       → normal, unless all wait and nothing moves
@@ -34,11 +34,10 @@ import psutil
 from tfdist import terminal
 from tfdist.errors import ClusterError
 from tfdist.jobs import ports
-from tfdist.jobs.connections import Exchange, gone
-from tfdist.jobs.heartbeat.links import Member
-from tfdist.jobs.heartbeat.messages import MOST_BUSY, SOME, Activity, Loss, State, Summary
-from tfdist.jobs.heartbeat.tree import Tree
+from tfdist.jobs.connections import Exchange, Loss, Member, gone
+from tfdist.jobs.heartbeat_tree import MOST_BUSY, SOME, Activity, State, Summary, Tree
 from tfdist.jobs.world import World
+from tfdist.options import checked_seconds
 
 SECONDS_TO_ANSWER = 2.0
 SECONDS_BETWEEN_ANSWERS = 0.02
@@ -255,6 +254,15 @@ class Heartbeat:
         whole = self._tree.whole
         are_all = len(late) < MOST_BUSY or whole.processes - whole.waiting <= MOST_BUSY
         return self.world.named_all(late) + ("" if are_all else " and others")
+
+
+def checked_callback_timeout(option: float | None) -> float | None:
+    """How long a process may be busy while others wait for it; `None` sets no limit.
+
+    Raises:
+        UsageError: it is not a positive, finite number.
+    """
+    return None if option is None else checked_seconds("callback_timeout_seconds", option)
 
 
 class _StateSampler:

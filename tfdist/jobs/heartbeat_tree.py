@@ -1,13 +1,8 @@
-"""The tree over which heartbeats go: each process is connected only with its parent and its children.
-
-    rank 0
-    ├── rank 1          (rank - 1) // 3 is the parent of a rank
-    │   ├── rank 4 ...
-    ├── rank 2 ...
-    └── rank 3 ...
+"""Heartbeats go over a tree (`tfdist.jobs.tree`): each process is connected only with its parent and its children.
 
 At intervals each process sends its parent a summary of what it and all processes below it do, and rank 0 sends the
-summary of the whole job down. So each process hears from at most four others, and knows of all after one interval.
+summary of the whole job down. A summary has bounded length. So each process hears from at most five others, and knows
+of all after one interval.
 
 A neighbour is lost if its connection has closed, or if it is silent for too long; news of that goes up and down at
 once. A process that has lost its parent connects with the next ancestor that answers. If none answers, it becomes the
@@ -23,30 +18,153 @@ import functools
 import selectors
 import socket
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
-from pydantic import ValidationError
+from pydantic import BaseModel, StrictInt, ValidationError
 
-from tfdist.jobs.connections import SECONDS_TO_IDENTIFY, LineConnection, Reception
-from tfdist.jobs.heartbeat.links import Candidate, Member, Probe, Search, addresses
-from tfdist.jobs.heartbeat.messages import Hello, Loss, State, Summary, merged, of_process
+from tfdist.jobs.connections import (
+    SECONDS_TO_IDENTIFY,
+    Candidate,
+    Hello,
+    LineConnection,
+    Loss,
+    Member,
+    Probe,
+    Reception,
+    Search,
+    addresses,
+    as_line,
+)
+from tfdist.jobs.tree import ancestors, children, subtree
 
-FAN_OUT = 3
+INTERVALS_OF_SILENCE = 4  # how many summaries a neighbour leaves out, at least, before it counts as silent
+LONGEST_INTERVAL_SECONDS = 2.0
+LOOKS_PER_INTERVAL = 4
+LONGEST_GRACE_SECONDS = 5.0
+SECONDS_BETWEEN_NEWS = 0.1
 PROBES = 10  # how often an orphan is probed in the time that it may take to connect
+MOST_BUSY = 8
+MOST_RANKS = 1024  # in each list of ranks
 
 
-def ancestors_of(rank: int) -> Iterator[int]:
-    """The parent of a rank, its parent, and so on to rank 0."""
-    while rank:
-        rank = (rank - 1) // FAN_OUT
-        yield rank
+class Activity(NamedTuple):
+    """What a process reports of its work, if its engine knows more than that it waits.
+
+    Attributes:
+        text: what follows "is" in a message, such as "waiting for the gradients".
+        operations: the names of the exchanges in which it waits; `SOME` is an exchange in which not all processes take
+            part.
+        stage: how many stages that all processes pass together have begun and ended: 2n - 1 within the nth stage, 2n
+            after it.
+    """
+
+    text: str = ""
+    operations: tuple[str, ...] = ()
+    stage: int = 0
 
 
-def children_of(rank: int, world_size: int) -> range:
-    """The ranks whose parent is `rank`."""
-    return range(FAN_OUT * rank + 1, min(FAN_OUT * (rank + 1) + 1, world_size))
+SOME = ""
+
+
+class State(NamedTuple):
+    """Whether a process waits or is busy, and for how many seconds it has done so."""
+
+    waits: bool
+    seconds: float
+    activity: Activity = Activity()
+
+
+class Summary(BaseModel):
+    """What some processes of the job do, and which processes were lost.
+
+    Attributes:
+        processes: the number of these processes.
+        waiting: how many of them wait in an exchange.
+        least_seconds: the shortest time for which a waiting process has waited; 0 if none waits.
+        longest_seconds: the longest such time.
+        busy: the processes that have been busy for the longest time, with these times, the longest first.
+        lost: how each lost rank was lost.
+        adopted: the ranks that are connected with an ancestor other than their parent, and the ancestor of each.
+        ends: whether the program of the sender has ended.
+        operations: how many waiting processes wait in each operation.
+        texts: what processes report of their work, and some of the ranks that report it.
+        last_stage: the stage of the process that is furthest, see `Activity`.
+    """
+
+    processes: StrictInt = 0
+    waiting: StrictInt = 0
+    least_seconds: float = 0.0
+    longest_seconds: float = 0.0
+    busy: list[tuple[int, float]] = []
+    lost: dict[int, Loss] = {}
+    adopted: dict[int, int] = {}
+    ends: bool = False
+    operations: dict[str, int] = {}
+    texts: dict[str, list[int]] = {}
+    last_stage: int = 0
+
+    @property
+    def news(self) -> object:
+        """The part that is passed on at once when it changes."""
+        return self.lost, self.adopted
+
+
+def of_process(rank: int, state: State) -> Summary:
+    """The summary of one process."""
+    text, operations, stage = state.activity
+    report: dict[str, Any] = {"texts": {text: [rank]} if text else {}, "last_stage": stage}
+    if state.waits:
+        report["operations"] = dict.fromkeys(operations, 1)
+        return Summary(processes=1, waiting=1, least_seconds=state.seconds, longest_seconds=state.seconds, **report)
+    return Summary(processes=1, busy=[(rank, state.seconds)], **report)
+
+
+def merged(parts: Collection[Summary], connected: Iterable[int] = (), adopted: Mapping[int, int] = {}) -> Summary:
+    """The summary of all processes of `parts`.
+
+    Args:
+        parts: summaries of different processes.
+        connected: ranks that are alive, whatever the parts report.
+        adopted: those of them that are newly connected with an ancestor other than their parent, and the ancestors.
+    """
+    waiting = [part for part in parts if part.waiting]
+    busy = sorted((entry for part in parts for entry in part.busy), key=lambda entry: -entry[1])
+    adopted = {rank: ancestor for part in parts for rank, ancestor in part.adopted.items()} | dict(adopted)
+    lost = {rank: loss for part in parts for rank, loss in part.lost.items()}
+    # A process that its parent reports as lost may be connected with another ancestor.
+    for rank in (*connected, *adopted):
+        lost.pop(rank, None)
+    return Summary(
+        processes=sum(part.processes for part in parts),
+        waiting=sum(part.waiting for part in parts),
+        least_seconds=min((part.least_seconds for part in waiting), default=0.0),
+        longest_seconds=max((part.longest_seconds for part in waiting), default=0.0),
+        busy=busy[:MOST_BUSY],
+        lost={rank: lost[rank] for rank in sorted(lost)[:MOST_RANKS]},
+        adopted={rank: adopted[rank] for rank in sorted(adopted)[:MOST_RANKS]},
+        operations=_summed_counts(part.operations for part in parts),
+        texts=_merged_texts(part.texts for part in parts),
+        last_stage=max((part.last_stage for part in parts), default=0),
+    )
+
+
+def _summed_counts(parts: Iterable[Mapping[str, int]]) -> dict[str, int]:
+    counts: Counter[str] = Counter()
+    for part in parts:
+        counts.update(part)
+    return dict(counts.most_common(MOST_BUSY))
+
+
+def _merged_texts(parts: Iterable[Mapping[str, list[int]]]) -> dict[str, list[int]]:
+    texts: dict[str, list[int]] = {}
+    for part in parts:
+        for text, ranks in part.items():
+            texts[text] = sorted([*texts.get(text, []), *ranks])[:MOST_BUSY]
+    return {text: texts[text] for text in sorted(texts, key=lambda text: texts[text])[:MOST_BUSY]}
 
 
 @dataclass
@@ -96,15 +214,15 @@ class Losses:
         self.lost[rank] = loss
         # It may also have been waiting for the children of the processes that it had lost.
         parents = {rank, *summary.lost}
-        children = (child for parent in parents for child in children_of(parent, self._world_size))
-        for child in {*children, *summary.adopted}:
+        below = (child for parent in parents for child in children(parent, self._world_size))
+        for child in {*below, *summary.adopted}:
             if child not in self.lost and child not in self._orphans and child not in self._connected:
                 self._orphans[child] = _Orphan(loss, until)
 
     def forget(self, ranks: Collection[int]) -> None:
         """Forgets what is below `ranks`, which are connected with this process or another ancestor, and report it."""
         for rank in [*self.lost, *self._orphans]:
-            if rank in ranks or not set(ancestors_of(rank)).isdisjoint(ranks):
+            if not {rank, *ancestors(rank, self._world_size)}.isdisjoint(ranks):
                 self.lost.pop(rank, None)
                 self._stop_expecting(rank)
 
@@ -138,14 +256,6 @@ class Losses:
         orphan = self._orphans.pop(rank, None)
         if orphan is not None and orphan.probe is not None:
             orphan.probe.close()
-
-
-INTERVALS_OF_SILENCE = 4  # how many summaries a neighbour leaves out, at least, before it counts as silent
-LONGEST_INTERVAL_SECONDS = 2.0
-LOOKS_PER_INTERVAL = 4
-LONGEST_GRACE_SECONDS = 5.0
-SECONDS_BETWEEN_NEWS = 0.1
-MOST_STRANGERS = 64
 
 
 @dataclass(eq=False)
@@ -189,11 +299,12 @@ class Tree:
         self.look_seconds = self._interval / LOOKS_PER_INTERVAL
         self.grace_seconds = min(seconds, LONGEST_GRACE_SECONDS)
         self._rank, self._members, self._seconds = rank, members, seconds
+        self._below = subtree(rank, len(members))[1:]
         self._listener = listener
         self._own = Summary()
         self._clock, self._last_look = 0.0, time.monotonic()
         self._selector = selectors.DefaultSelector()
-        self._reception = Reception(self._selector, listener, self._identify, MOST_STRANGERS, lambda: self._clock)
+        self._reception = Reception(self._selector, listener, Hello, self._identify, clock=lambda: self._clock)
         self._children: dict[int, _Neighbour] = {}
         self._losses = Losses(self._selector, self._member, len(members), self._children.keys(), self.grace_seconds)
         self._parent: _Neighbour | None = None
@@ -213,7 +324,7 @@ class Tree:
         self._own = of_process(self._rank, State(False, 0.0))
         if self._rank == 0:
             return
-        self._ancestors = _candidates({rank: self._member(rank) for rank in ancestors_of(self._rank)})
+        self._ancestors = _candidates({rank: self._member(rank) for rank in ancestors(self._rank, len(self._members))})
         self._begin_search(self._ancestors, SECONDS_TO_IDENTIFY)
         while self._parent is None and not self._is_root:
             self._handle_events(self.look_seconds)
@@ -239,8 +350,8 @@ class Tree:
         neighbours = [*self._children.values(), *filter(None, [self._parent])]
         if has_ended:
             for neighbour in neighbours:
-                summary = self._below() if neighbour is self._parent else self.whole
-                neighbour.connection.send(summary.model_copy(update={"ends": True}).line())
+                summary = self._summary() if neighbour is self._parent else self.whole
+                neighbour.connection.send(as_line(summary.model_copy(update={"ends": True})))
         for neighbour in neighbours:
             neighbour.connection.close()
         if self._search is not None:
@@ -270,28 +381,22 @@ class Tree:
 
     # Receiving.
 
-    def _identify(self, connection: LineConnection, line: bytes) -> bool:
-        try:
-            hello = Hello.model_validate_json(line)
-        except ValidationError:
-            return False
-        if not self._is_descendant(hello):
-            return False
+    def _identify(self, connection: LineConnection, hello: Hello) -> bool:
         rank = hello.rank
+        if rank not in self._below or self._member(rank).name != hello.name:
+            return False
         if rank in self._children:
             self._children[rank].connection.close()
         child = self._children[rank] = _Neighbour(rank, connection, self._clock)
         connection.received = functools.partial(self._receive, child)
         connection.ended = functools.partial(self._lose_child, child)
         connection.send(self._member(self._rank).name.encode() + b"\n")
-        self._has_news_up |= rank in self._losses.lost or next(ancestors_of(rank)) != self._rank
+        self._has_news_up |= rank in self._losses.lost or self._is_adopted(rank)
         self._losses.forget([rank])
         return True
 
-    def _is_descendant(self, hello: Hello) -> bool:
-        rank = hello.rank
-        is_below = 0 < rank < len(self._members) and self._rank in ancestors_of(rank)
-        return is_below and self._member(rank).name == hello.name
+    def _is_adopted(self, rank: int) -> bool:
+        return ancestors(rank, len(self._members))[0] != self._rank
 
     def _receive(self, neighbour: _Neighbour, line: bytes) -> None:
         try:
@@ -312,7 +417,7 @@ class Tree:
                 for rank, ancestor in summary.adopted.items()
                 if ancestor != self._rank and rank not in self._children
             ]
-            self._losses.forget([rank for rank in elsewhere if self._rank in ancestors_of(rank)])
+            self._losses.forget([rank for rank in elsewhere if rank in self._below])
 
     # Finding losses, and repairing the tree.
 
@@ -347,7 +452,7 @@ class Tree:
         self._search = Search(
             self._selector,
             candidates,
-            Hello(rank=self._rank, name=self._member(self._rank).name).line(),
+            as_line(Hello(rank=self._rank, name=self._member(self._rank).name)),
             self._join_at,
             now=self._clock,
             patience_seconds=patience_seconds,
@@ -398,9 +503,9 @@ class Tree:
         # A process with children sends once all of them have sent, so that a summary reaches the root at once.
         self._sent_up_at, self._send_up_at = now, now + self._interval * (1.5 if self._children else 1.0)
         if self._parent is not None:
-            self._parent.connection.send(self._below().line())
+            self._parent.connection.send(as_line(self._summary()))
         elif self._is_root:
-            below, previous = self._below(), self.whole
+            below, previous = self._summary(), self.whole
             self.whole = below.model_copy(update={"lost": below.lost | self._lost_ancestors})
             self._has_news_down |= self.whole.news != previous.news
 
@@ -409,14 +514,14 @@ class Tree:
         # The root sends at intervals. The others pass on what they receive, and send by themselves if that is late.
         self._sent_down_at, self._send_down_at = now, now + self._interval * (1.0 if self._is_root else 1.5)
         if self._children:
-            line = self.whole.line()
+            line = as_line(self.whole)
             for child in self._children.values():
                 child.connection.send(line)
 
-    def _below(self) -> Summary:
+    def _summary(self) -> Summary:
         """The summary of this process and all processes below it."""
         parts = [self._own, *(child.summary for child in self._children.values())]
-        adopted = {rank: self._rank for rank in self._children if next(ancestors_of(rank)) != self._rank}
+        adopted = {rank: self._rank for rank in self._children if self._is_adopted(rank)}
         return merged([*parts, Summary(lost=self._losses.lost)], self._children, adopted)
 
 
