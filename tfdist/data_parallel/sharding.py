@@ -22,7 +22,7 @@ from tfdist.errors import UsageError
 from tfdist.groups import ProcessGroup
 from tfdist.internals import keras as keras_internals
 from tfdist.internals import keras_optimizers
-from tfdist.internals.attached import Attached
+from tfdist.internals.patching import Attached
 from tfdist.jobs import consensus
 from tfdist.optimizers.sharded import ShardedOptimizer
 from tfdist.training.job_strategy import needs_whole_state

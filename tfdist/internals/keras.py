@@ -26,9 +26,8 @@ from keras.src.utils import python_utils
 
 from tfdist.errors import UsageError
 from tfdist.internals import keras_routes
-from tfdist.internals.attached import Attached
 from tfdist.internals.keras_data import unpack_x_y_sample_weight
-from tfdist.internals.tensorflow_patches import with_attributes
+from tfdist.internals.patching import Attached, with_attributes
 
 SEEN_IN = "3.15.1"
 

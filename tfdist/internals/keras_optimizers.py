@@ -17,7 +17,7 @@ import tensorflow as tf
 from keras.src import backend
 
 from tfdist.internals.keras_variables import backed_by
-from tfdist.internals.tensorflow_patches import with_attributes
+from tfdist.internals.patching import with_attributes
 from tfdist.internals.tensorflow_variables import copies
 
 # Optimizers that update each element from the same element of the gradient, the variable and the slots only. The

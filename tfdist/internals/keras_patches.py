@@ -16,8 +16,7 @@ from keras.src.optimizers.base_optimizer import BaseOptimizer
 from keras.src.trainers import trainer as trainer_module
 
 from tfdist.errors import UsageError
-from tfdist.internals.attached import Attached
-from tfdist.internals.tensorflow_patches import surround, surrounded, with_attributes
+from tfdist.internals.patching import Attached, surround, surrounded, with_attributes
 
 
 class _Thread(threading.local):

@@ -17,9 +17,8 @@ from keras.src.models.functional import Functional
 from keras.src.ops.function import Function
 
 from tfdist.errors import UsageError
-from tfdist.internals.attached import Attached
 from tfdist.internals.keras import optimizers, set_tf_variable, tf_variable
-from tfdist.internals.tensorflow_patches import surrounded
+from tfdist.internals.patching import Attached, surrounded
 from tfdist.internals.tensorflow_variables import free
 
 

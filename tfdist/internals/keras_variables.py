@@ -19,9 +19,9 @@ from keras.src.random.seed_generator import GLOBAL_SEED_GENERATOR, global_seed_g
 from tensorflow.python.ops import resource_variable_ops
 
 from tfdist.internals import tensorflow as tensorflow_internals
-from tfdist.internals import tensorflow_functions
+from tfdist.internals import tensorflow_graphs
 from tfdist.internals.keras import containers_of, optimizers, set_tf_variable, tf_variable
-from tfdist.internals.tensorflow_patches import SharedPatch, surround, surrounded, with_attributes
+from tfdist.internals.patching import SharedPatch, surround, surrounded, with_attributes
 
 
 @contextlib.contextmanager
@@ -82,7 +82,7 @@ def fill_large_variables_in_place() -> None:
         if size_bytes < _LARGE_BYTES or not tf.executing_eagerly():
             original(variable, initializer)
             return
-        with tensorflow_functions.optimized(constant_folding=False):
+        with tensorflow_graphs.optimized(constant_folding=False):
             original(variable, _in_place(initializer))
         _unshare_copies(variable._value)
 

@@ -25,11 +25,11 @@ from tfdist.interface.variables import Variables
 from tfdist.internals import keras as keras_internals
 from tfdist.internals import keras_optimizers, keras_stages, keras_variables, tensorflow_variables
 from tfdist.internals import tensorflow as tensorflow_internals
-from tfdist.internals.attached import Attached
+from tfdist.internals.patching import Attached
 from tfdist.jobs import consensus
 from tfdist.jobs.world import World
 from tfdist.loop.partitioned_program import PartitionedPredictProgram, PartitionedProgram
-from tfdist.optimizers.divided import DividedOptimizer, divide, local
+from tfdist.optimizers.sharded import DividedOptimizer, divide, local
 from tfdist.options import Count
 from tfdist.pipeline_parallel import delayed, placement, plan
 from tfdist.pipeline_parallel.delayed import DelayedProgram

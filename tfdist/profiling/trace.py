@@ -39,27 +39,11 @@ from typing import Any
 
 from tfdist.errors import RunFolderError, UsageError
 from tfdist.profiling import breakdown, stages
+from tfdist.profiling.breakdown import OpCost
 
 _MARKER = "train"
 # The ops that wait for the next batch; the second one belongs to a `for` loop over a dataset in a graph.
 _WAITS_FOR_INPUT = ("IteratorGetNextOp::DoCompute", "IteratorGetNextAsOptionalOp::DoCompute")
-
-
-@dataclass(frozen=True)
-class OpCost:
-    """The cost of one op in a trace.
-
-    Attributes:
-        name: the name in the graph, the same for all replicas.
-        type: the TensorFlow type; `Dataset` for a stage of the input pipeline.
-        share: the share of the self time of all ops, 0 to 1.
-        self_microseconds: the time in the op itself, without the ops it calls, over the whole trace and all replicas.
-    """
-
-    name: str
-    type: str
-    share: float
-    self_microseconds: float
 
 
 @dataclass(frozen=True)

@@ -11,9 +11,8 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import tensorflow as tf
 
-from tfdist.internals import tensorflow_functions
-from tfdist.spmd.lengths import ONE, Lengths, product
-from tfdist.spmd.placements import REPLICATE, Placed, dimensions
+from tfdist.internals import tensorflow_graphs
+from tfdist.spmd.placements import ONE, REPLICATE, Lengths, Placed, dimensions, product
 
 # Constants with more elements than this stay operations of the graph.
 _MAX_CONSTANT = 4096
@@ -70,14 +69,14 @@ def _can_fold(operation: tf.Operation, constants: Sequence[np.ndarray]) -> bool:
         and all(tensor.dtype.is_integer or tensor.dtype.is_bool for tensor in operation.outputs)
         and all(not shape.is_fully_defined() or shape.num_elements() <= _MAX_FOLDED for shape in shapes)
         and not operation.op_def.is_stateful
-        and not tensorflow_functions.calls_functions(operation)
+        and not tensorflow_graphs.calls_functions(operation)
     )
 
 
 def _evaluated(operation: tf.Operation, inputs: Sequence[np.ndarray]) -> list[np.ndarray] | None:
     """The results of an operation; `None` if it fails, as it then does in the graph if the step reaches it."""
     try:
-        return tensorflow_functions.evaluated(operation, inputs)
+        return tensorflow_graphs.evaluated(operation, inputs)
     except (tf.errors.OpError, ValueError, TypeError):
         return None
 

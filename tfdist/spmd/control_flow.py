@@ -13,12 +13,11 @@ from typing import Any, Protocol
 
 import tensorflow as tf
 
-from tfdist.internals import tensorflow_functions
-from tfdist.spmd.conversions import Conversions
+from tfdist.internals import tensorflow_graphs
+from tfdist.spmd.conversions import Conversions, EmptyList
 from tfdist.spmd.cost import Cost
 from tfdist.spmd.meshes import Mesh
 from tfdist.spmd.placements import REPLICATE, Partial, Placed, Placement, Replicate, Shard, part_shape
-from tfdist.spmd.tensor_lists import EmptyList
 
 LOOPS = frozenset(("While", "StatelessWhile"))
 TYPES = LOOPS | {"If", "StatelessIf"}
@@ -118,8 +117,8 @@ class Loop:
     def __init__(self, partitioner: Partitions, operation: tf.Operation, values: Sequence[Placed]):
         self._partitioner = partitioner
         self._operation = operation
-        self._body = tensorflow_functions.body(operation, "body")
-        self._condition = tensorflow_functions.body(operation, "cond")
+        self._body = tensorflow_graphs.body(operation, "body")
+        self._condition = tensorflow_graphs.body(operation, "cond")
         # At first the shapes of the initial values; relaxed when an iteration returns another shape.
         self._shapes = [value.shape for value in values]
         # Whether each value is loop-invariant: each iteration returns its input, such as a captured tensor.
@@ -260,7 +259,7 @@ class Condition:
 
     def __init__(self, partitioner: Partitions, operation: tf.Operation, values: Sequence[Placed]):
         self._partitioner = partitioner
-        self._branches = [tensorflow_functions.body(operation, f"{name}_branch") for name in ("then", "else")]
+        self._branches = [tensorflow_graphs.body(operation, f"{name}_branch") for name in ("then", "else")]
         self.placements: list[Placement] = [
             REPLICATE if number == 0 else partitioner.conversions.summed(value) for number, value in enumerate(values)
         ]

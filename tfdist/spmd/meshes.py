@@ -257,3 +257,16 @@ def part_of(whole: tf.Tensor, shard: Shard, replica: int) -> tf.Tensor:
     if whole.shape[axis] is not None:
         part.set_shape([lengths[axis] if n == axis else known for n, known in enumerate(whole.shape)])
     return part
+
+
+def local_lengths(tensor: tf.Tensor, value: Placed, entry: int, shard: Shard, replica: int) -> tf.Tensor:
+    """A length, or a vector of lengths, with the global length at `entry` replaced by the local one; -1 stays."""
+    if value.constant is not None:
+        lengths = value.constant.copy()
+        place = () if lengths.ndim == 0 else (entry,)
+        if lengths[place] > 0:
+            lengths[place] = shard.part(lengths[place], replica)
+        return tf.constant(lengths)
+    length = tensor if tensor.shape.rank == 0 else tensor[entry]
+    part = tf.where(length > 0, shard.part(length, replica), length)
+    return part if tensor.shape.rank == 0 else tf.tensor_scatter_nd_update(tensor, [[entry]], [part])

@@ -20,19 +20,20 @@ from dataclasses import dataclass
 
 import tensorflow as tf
 
-from tfdist.internals import tensorflow_functions
-from tfdist.spmd import accumulators, constants, control_flow, draws, linear, sharded_variables, tensor_lists
-from tfdist.spmd import local_shapes as shapes
-from tfdist.spmd.conversions import Conversions
+from tfdist.internals import tensorflow_graphs
+from tfdist.spmd import constants, control_flow, draws, linear, meshes, replica_variables
+from tfdist.spmd.conversions import EMPTY_LISTS, Conversions, empty_list
 from tfdist.spmd.cost import Cost
-from tfdist.spmd.flattening import ALIASES, Flat, Node, Slot, flatten
+from tfdist.spmd.flattening import ALIASES, Flat, Node, Slot, flatten, runs_once
 from tfdist.spmd.meshes import Mesh
-from tfdist.spmd.operation import Operation, runs_once
-from tfdist.spmd.placements import REPLICATE, Partial, Placed, Placement, Replicate, Shard, part_shape
-from tfdist.spmd.rules import OpSharding, per_replica_sharding, rule_of
+from tfdist.spmd.placements import REPLICATE, Lengths, Partial, Placed, Placement, Replicate, Shard, part_shape
+from tfdist.spmd.rules import per_replica_sharding
+from tfdist.spmd.rules.registry import Operation, OpSharding, is_divisible, placement_of, rule_of
 
 _HALF = (tf.float16, tf.bfloat16)
 _TAPE_PREFIX = "gradient_tape/"  # TensorFlow's prefix in the names of operations that a gradient tape adds
+# Operations that depend on nothing but the shape of their input, or of the elements of a list.
+_OF_SHAPE = frozenset(("Shape", "Size", "TensorListLength", "TensorListElementShape"))
 # Operations that depend on the shape of a partial value only; `ZerosLike` of a shard has a rule.
 _OF_SHAPE_OF_PARTIAL = frozenset(("ZerosLike", "OnesLike"))
 
@@ -134,7 +135,7 @@ class Partitioner:
         known = constants.known(node.operation, values)
         if known is not None:
             return Plan([value.placement for value in values], lambda _: known)
-        for kind in (accumulators, sharded_variables, linear):
+        for kind in (replica_variables, linear):
             placements = kind.placements(node.operation, values)
             if placements is not None:
                 return Plan(placements, lambda inputs: self._on_each_replica(node, inputs))
@@ -149,21 +150,18 @@ class Partitioner:
             return Plan(placements, lambda inputs: inputs)  # operations that read it wait for its control inputs too
         if kind == "EnsureShape" and not isinstance(placements[0], Replicate):
             return Plan(placements, lambda inputs: inputs)  # shape inference used it when the step was traced
-        of_shape = shapes.OF_SHAPE | tensor_lists.OF_SHAPE
-        if (kind in of_shape and not isinstance(placements[0], Replicate)) or (
+        if (kind in _OF_SHAPE and not isinstance(placements[0], Replicate)) or (
             kind in _OF_SHAPE_OF_PARTIAL and isinstance(placements[0], Partial)
         ):
             return Plan(placements, lambda inputs: self._of_shape(node, inputs[0]))
-        if kind in tensor_lists.EMPTY:
-            return Plan(
-                [REPLICATE] * len(values), lambda inputs: [tensor_lists.empty(self.mesh, node.operation, inputs)]
-            )
+        if kind in EMPTY_LISTS:
+            return Plan([REPLICATE] * len(values), lambda inputs: [empty_list(self.mesh, node.operation, inputs)])
         plan = control_flow.plan(self, node.operation, values) if kind in control_flow.TYPES else None
         return plan and Plan(*plan)
 
     def _plan_by_rule(self, node: Node, values: Sequence[Placed]) -> Plan:
         placements = [self.conversions.summed(value) for value in values]  # a nonlinear operation needs the sum
-        sharded_variables.require_none(node.operation, values)
+        replica_variables.require_none_sharded(node.operation, values)
         operation = Operation(node.operation, values, placements)
         per_replica = None if self.rows is None else per_replica_sharding(node.operation)
         if per_replica is not None and self.rows is not None:
@@ -173,7 +171,7 @@ class Partitioner:
         else:
             return Plan([REPLICATE] * len(values), lambda inputs: self._whole(node, inputs, values))
         return Plan(
-            [shapes.placement_of(wanted, shard) for wanted in sharding.inputs],
+            [placement_of(wanted, shard) for wanted in sharding.inputs],
             lambda inputs: self._sharded_or_whole(node, operation, sharding, shard, inputs),
         )
 
@@ -189,7 +187,7 @@ class Partitioner:
             except Exception as error:  # a rule that fails is ignored
                 self.cost.refused.append(f"{operation.type}: {error}")
                 continue
-            if sharding is not None and shapes.is_divisible(operation, sharding, sharded[index]):
+            if sharding is not None and is_divisible(operation, sharding, sharded[index]):
                 return sharding, sharded[index]
         return None
 
@@ -199,12 +197,12 @@ class Partitioner:
         for position in range(len(self.mesh.local)):
             with self.mesh.on_replica(position):
                 reads = [self.mesh.read(value, position) for value in inputs]
-                parts += tensorflow_functions.create(node.operation, reads)
+                parts += tensorflow_graphs.create(node.operation, reads)
         placement = next(value.placement for value in inputs if not isinstance(value.placement, Replicate))
         outputs = [Placed(placement, parts, replica=self.mesh.local[0])] if parts else []
         for output in outputs:
             output.is_gradient = _TAPE_PREFIX in node.operation.name or linear.adds_gradients(node.operation, inputs)
-            output.is_accumulated = accumulators.is_accumulated(node.operation, inputs)
+            output.is_accumulated = replica_variables.is_accumulated(node.operation, inputs)
         self.cost.compute(node.operation, inputs, outputs, repeated=False)
         return outputs
 
@@ -238,10 +236,10 @@ class Partitioner:
             with self.mesh.on_replica(position):
                 reads = [self.mesh.read(value, position) for value in inputs]
                 for index, entry in sharding.localized.items():
-                    reads[index] = shapes.local_lengths(reads[index], inputs[index], entry, shard, replica)
+                    reads[index] = meshes.local_lengths(reads[index], inputs[index], entry, shard, replica)
                 if half:
                     reads = [tf.cast(tensor, tf.float32) if tensor.dtype in _HALF else tensor for tensor in reads]
-                tensors = tensorflow_functions.create(node.operation, reads, attributes, dtypes)
+                tensors = tensorflow_graphs.create(node.operation, reads, attributes, dtypes)
                 if sharding.mean:
                     tensors = [t * tf.constant(shard.sizes[replica] / shard.total, t.dtype) for t in tensors]
                 results.append(tensors)
@@ -251,8 +249,8 @@ class Partitioner:
             if isinstance(output_sharding, str):
                 placement: Placement = Partial(output_sharding, operation.output_dtypes[0] if half else None)
             else:
-                placement = shapes.placement_of(output_sharding, shard)
-            shape = shapes.refined(operation.output_shapes[index], sharding.lengths.get(index))
+                placement = placement_of(output_sharding, shard)
+            shape = _refined(operation.output_shapes[index], sharding.lengths.get(index))
             if not self._have_global_shape(parts, placement, shape):
                 return self._refused(node, inputs, operation.type)
             if isinstance(placement, Replicate):
@@ -294,7 +292,7 @@ class Partitioner:
             for copy in range(self.mesh.copies):
                 with self.mesh.on_copy(copy):
                     reads = [self.mesh.tensors(value)[copy] for value in inputs]
-                    results.append(tensorflow_functions.create(operation, reads))
+                    results.append(tensorflow_graphs.create(operation, reads))
             copies = [[tensors[index] for tensors in results] for index in range(len(operation.outputs))]
         outputs = []
         for tensors, output in zip(copies, operation.outputs, strict=True):
@@ -326,7 +324,7 @@ class Partitioner:
         def create() -> list[tf.Tensor]:
             if draws.is_seeded(operation):
                 return self.streams.drawn_by_kernel(node, reads)
-            return tensorflow_functions.create(operation, reads)
+            return tensorflow_graphs.create(operation, reads)
 
         if runs_once(operation):
             return self.mesh.once(create, list(operation.outputs))
@@ -351,7 +349,7 @@ class Partitioner:
             on_device = [result.op for result in earlier if result.device == tensor.device]
             awaited = on_device or [result.op for result in earlier]
             with tf.device(tensor.device), tf.control_dependencies(awaited):
-                tensors += tensorflow_functions.create(node.operation, [tensor])
+                tensors += tensorflow_graphs.create(node.operation, [tensor])
         delayed = Placed(
             value.placement, tensors, value.constant, value.repeated, value.element_dtype, self.mesh.local[0]
         )
@@ -360,12 +358,13 @@ class Partitioner:
 
     def _of_shape(self, node: Node, value: Placed) -> list[Placed]:
         """Computes an operation that needs only the shape of a value that is not replicated."""
-        compute = tensor_lists.of_shape if node.operation.type in tensor_lists.OF_SHAPE else shapes.of_shape
         copies = []
         for copy in range(self.mesh.copies):
             position = copy if self.mesh.copies > 1 else 0
             with self.mesh.on_copy(copy):
-                tensor = compute(node.operation, value.tensors[position], value.placement, self.mesh.local[position])
+                tensor = _result_of_shape(
+                    node.operation, value.tensors[position], value.placement, self.mesh.local[position]
+                )
             tensor.set_shape(node.operation.outputs[0].shape)
             copies.append(tensor)
         return [Placed(REPLICATE, copies)]
@@ -392,3 +391,29 @@ def _element_dtype(operation: tf.Operation, inputs: Sequence[Placed]) -> tf.DTyp
     if "element_dtype" in operation.node_def.attr:
         return operation.get_attr("element_dtype")
     return next((value.element_dtype for value in inputs if value.element_dtype is not None), None)
+
+
+def _result_of_shape(operation: tf.Operation, part: tf.Tensor, placement: Placement, replica: int) -> tf.Tensor:
+    """The result of an operation that needs only the shape of its input, from the tensor of one replica."""
+    is_list = operation.type not in ("Shape", "Size")
+    if is_list:
+        (result,) = tensorflow_graphs.create(operation, [part])
+    else:
+        result = tf.shape(part, operation.outputs[0].dtype)
+    if isinstance(placement, Shard) and operation.type != "TensorListLength":
+        if result.shape.rank != 1:
+            raise NotImplementedError("the shape of elements of unknown rank")
+        length = result[placement.axis]
+        whole = placement.whole_length(length, replica)
+        if is_list:
+            whole = tf.where(length > 0, whole, length)  # -1 is an unknown length
+        result = tf.tensor_scatter_nd_update(result, [[placement.axis]], [whole])
+    return tf.reduce_prod(result) if operation.type == "Size" else result
+
+
+def _refined(shape: Sequence[int | None] | None, lengths: Lengths | None) -> Sequence[int | None] | None:
+    """`shape` with unknown lengths replaced by those of `lengths` that are known."""
+    if shape is None or lengths is None:
+        return shape
+    known = [None if length is None or length.symbols else length.factor for length in lengths]
+    return [refinement if length is None else length for length, refinement in zip(shape, known, strict=True)]

@@ -4,12 +4,19 @@ A value is replicated, sharded along an axis, or a partial result that the repli
 three placements of DTensor (`torch.distributed.tensor`) and of GSPMD (Xu et al., arXiv 2105.04663), except that the
 shards of an axis may differ in length.
 
+A step for sequences of unknown length computes shapes such as `[batch * length, features]`. The first axis of such a
+shape can be sharded as the batch is if it is known to be a multiple of the batch size. So a length is an integer times
+lengths that are unknown while the graph is built.
+
 Synopsis:
 
     >>> Shard(0, (4, 3)).lengths(14)
     [8, 6]
     >>> Shard(0, (4, 3)).divides(12)
     False
+    >>> batch, length = Monomial(8), Monomial(1, ("length",))
+    >>> (batch * length).multiple_of(4)
+    True
 """
 
 from __future__ import annotations
@@ -22,8 +29,6 @@ from typing import Any
 
 import numpy as np
 import tensorflow as tf
-
-from tfdist.spmd.lengths import Lengths, Monomial
 
 # From this many rows per replica on, one row more or less hardly unbalances the replicas.
 _BALANCED_ROWS = 16
@@ -192,6 +197,53 @@ class Placed:
         self._converted.setdefault(value.placement, []).append((graph, value))
         value._converted.setdefault(self.placement, []).append((graph, self))
         return value
+
+
+@dataclass(frozen=True)
+class Monomial:
+    """`factor` times unknown lengths, each named by a symbol.
+
+    Attributes:
+        factor: a non-negative integer.
+        symbols: sorted.
+    """
+
+    factor: int
+    symbols: tuple[str, ...] = ()
+
+    def __mul__(self, other: Monomial) -> Monomial:
+        return Monomial(self.factor * other.factor, tuple(sorted(self.symbols + other.symbols)))
+
+    def divided_by(self, other: Monomial) -> Monomial | None:
+        """The quotient; `None` if it is not known to be an integer."""
+        symbols = list(self.symbols)
+        for symbol in other.symbols:
+            if symbol not in symbols:
+                return None
+            symbols.remove(symbol)
+        if other.factor == 0 or self.factor % other.factor:
+            return None
+        return Monomial(self.factor // other.factor, tuple(symbols))
+
+    def multiple_of(self, divisor: int) -> bool:
+        """Whether the length is a multiple of `divisor`, whatever the unknown lengths are."""
+        return self.factor % divisor == 0
+
+
+ONE = Monomial(1)
+
+# What is known of each entry of a vector of lengths, or of one length.
+Lengths = list[Monomial | None]
+
+
+def product(lengths: Sequence[Monomial | None]) -> Monomial | None:
+    """The product of lengths; `None` if nothing is known of one of them."""
+    result = ONE
+    for length in lengths:
+        if length is None:
+            return None
+        result = result * length
+    return result
 
 
 def dimensions(value: Placed) -> list[Monomial] | None:

@@ -28,8 +28,8 @@ from tfdist.internals.keras import tf_variable
 from tfdist.loop import building, metrics, programs
 from tfdist.terminal import counted
 from tfdist.verification import comparison
+from tfdist.verification.comparison import Watch
 from tfdist.verification.report import Report, Shown
-from tfdist.verification.watch import Watch
 
 # The relative rounding error of norms in float32.
 ROUNDING = 1e-5

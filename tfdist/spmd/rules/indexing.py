@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from tfdist.spmd.operation import Operation
 from tfdist.spmd.placements import Shard
-from tfdist.spmd.rules.registry import OpSharding, rule
+from tfdist.spmd.rules.registry import Operation, OpSharding, rule
 
 
 @rule("Slice")

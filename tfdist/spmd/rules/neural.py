@@ -14,10 +14,9 @@ from collections.abc import Sequence
 
 import tensorflow as tf
 
-from tfdist.spmd.operation import Operation
 from tfdist.spmd.placements import Shard
-from tfdist.spmd.rules.matrices import along_batch
-from tfdist.spmd.rules.registry import OpSharding, Rule, Sharding, rule
+from tfdist.spmd.rules.linear_algebra import along_batch
+from tfdist.spmd.rules.registry import Operation, OpSharding, Rule, Sharding, rule
 
 PER_REPLICA_PREFIX = "tfdist_per_replica_"  # of the names of the functions
 _PER_REPLICA = {

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from tfdist.spmd.operation import Operation
 from tfdist.spmd.placements import Shard
-from tfdist.spmd.rules.registry import OpSharding, Sharding, rule
+from tfdist.spmd.rules.registry import Operation, OpSharding, Sharding, rule
 
 _REDUCTIONS = {"Sum": "sum", "Mean": "sum", "Max": "max", "Min": "min", "Prod": "prod", "All": "all", "Any": "any"}
 
