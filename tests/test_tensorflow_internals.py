@@ -26,6 +26,7 @@ from tensorflow.python.distribute.coordinator import cluster_coordinator
 from tensorflow.python.framework import random_seed
 from tensorflow.python.ops import collective_ops
 
+from tests.graphs import collected_graphs
 from tfdist.internals import keras as keras_internals
 from tfdist.internals import tensorflow as tensorflow_internals
 from tfdist.internals import tensorflow_coordinator, tensorflow_variables
@@ -301,7 +302,7 @@ def test_the_graphs_that_functions_run_are_collected_one_per_device():
 
     tf.summary.trace_on(graph=True)
     tf.function(across.python_function)()  # collected for TensorBoard, not for us
-    with tensorflow_internals.collected_graphs() as graphs:
+    with collected_graphs() as graphs:
         across()
     tf.summary.trace_off()
     sent = [node.attr["recv_device"].s for graph in graphs for node in graph.node if node.op == "_Send"]

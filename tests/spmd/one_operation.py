@@ -188,7 +188,7 @@ def partitioned(case: Case, traced: Any, ways: Sequence[Given], replicas: int) -
             outside = [spmd.replicated([tensor]) for tensor in tensorflow_graphs.captured(traced.graph)[0]]
             outputs = partitioner.run(traced.graph, [*inputs, *outside])
             found.append(Found(given, [output.placement for output in outputs], cost))
-            whole = partitioner.conversions.whole(outputs)
+            whole = partitioner.conversions.replicated(outputs)
             results.append([partitioner.mesh.tensors(output)[0] for output in whole])
         return results
 

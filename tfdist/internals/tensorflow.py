@@ -29,6 +29,7 @@ from tensorflow.python.eager import context
 from tensorflow.python.ops import collective_ops, resource_variable_ops
 from tensorflow.python.profiler import profiler_v2
 
+from tfdist.internals import tensorflow_graphs
 from tfdist.internals.patching import surround, surrounded
 from tfdist.jobs.world import World
 
@@ -38,19 +39,19 @@ SEEN_IN = "2.21.0"
 ShardedVariable = sharded_variable.ShardedVariable
 
 
-def set_container(part: tf.Variable, whole: Any) -> None:
-    """Marks `part` as a part of the variable `whole`: Keras' optimizers then use the slots of `whole` for it."""
-    part._distributed_container = weakref.ref(whole)
+def set_container(part: tf.Variable, variable: Any) -> None:
+    """Marks `part` as a part of a sharded `variable`: Keras' optimizers then use the slots of `variable` for it."""
+    part._distributed_container = weakref.ref(variable)
 
 
-def first_rows(whole: Any) -> list[int]:
+def first_rows(variable: Any) -> list[int]:
     """The index of the first row of each part of a sharded variable."""
-    return [offset[0] for offset in whole._var_offsets]
+    return [offset[0] for offset in variable._var_offsets]
 
 
-def slices_by_part(whole: Any, slices: tf.IndexedSlices) -> list[tf.IndexedSlices]:
+def slices_by_part(variable: Any, slices: tf.IndexedSlices) -> list[tf.IndexedSlices]:
     """`slices` divided among the parts of a sharded variable; the row indices count from the start of each part."""
-    return list(whole._decompose_indexed_slices(slices))
+    return list(variable._decompose_indexed_slices(slices))
 
 
 @contextlib.contextmanager
@@ -282,29 +283,13 @@ class ReducingExtended(one_device_strategy.OneDeviceExtended):
 
 
 @contextlib.contextmanager
-def collected_graphs() -> Iterator[list[Any]]:
-    """Collects the graphs, a `GraphDef` per device, that TensorFlow makes in this context to run functions.
-
-    The list is filled at the end of the context. It lacks functions that have run before.
-    """
-    graphs: list[Any] = []
-    context.context().enable_run_metadata()
-    context.context().export_run_metadata()  # discards what others, such as TensorBoard, have collected
-    try:
-        yield graphs
-        graphs += context.context().export_run_metadata().partition_graphs
-    finally:
-        context.context().disable_run_metadata()
-
-
-@contextlib.contextmanager
 def scratch_graph(scope: Callable[[], Any]) -> Iterator[Callable[[], Any]]:
     """A graph that never runs; variables are made outside of it, in the context `scope()`, with their initial values.
 
     Yields what `variables_made_in` yields. `tf.function` would make the initial values a part of its graph, from where
     TensorFlow's strategies cannot copy them to their devices.
     """
-    with tf.__internal__.FuncGraph("scratch").as_default(), variables_made_in(scope) as outside:
+    with tensorflow_graphs.empty_graph("scratch").as_default(), variables_made_in(scope) as outside:
         yield outside
 
 

@@ -98,8 +98,8 @@ def variable_of_process(name: str, shape: Sequence[int], dtype: tf.DType, stands
         [handle]
     )
     if stands_for is not None:
-        whole = getattr(stands_for, "_distributed_container", lambda: stands_for)()
-        variable._unique_id = whole._unique_id
+        variable_with_slots = getattr(stands_for, "_distributed_container", lambda: stands_for)()
+        variable._unique_id = variable_with_slots._unique_id
     return variable
 
 
@@ -128,11 +128,5 @@ def is_computed_from(tensor: tf.Tensor, variables: Sequence[Any]) -> bool:
     ids = {id(variable.handle) for variable in variables}
     handles = {variable.handle.name for variable in variables if variable.handle.graph is tensor.graph}
     handles |= {placeholder.name for outer, placeholder in zip(outside, inside, strict=True) if id(outer) in ids}
-    waiting, seen = [tensor], {tensor.name}
-    while waiting:
-        new = [source for source in waiting.pop().op.inputs if source.name not in seen]
-        if any(source.name in handles for source in new):
-            return True
-        seen.update(source.name for source in new)
-        waiting += new
-    return False
+    reached = tensorflow_graphs.ancestors([tensor.op], lambda operation: [source.op for source in operation.inputs])
+    return any(source.name in handles for operation in reached.values() for source in operation.inputs)

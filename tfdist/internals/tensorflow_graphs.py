@@ -46,6 +46,11 @@ def optimized(**options: bool) -> Iterator[None]:
         tf.config.optimizer.set_experimental_options(restored)
 
 
+def empty_graph(name: str) -> Any:
+    """A graph in which a function can be traced; it never runs."""
+    return tf.__internal__.FuncGraph(name)
+
+
 def captured(graph: Any) -> tuple[list[tf.Tensor], list[tf.Tensor]]:
     """The outer tensors that a function's graph captures, and its placeholders for them."""
     return [outside for outside, _ in graph.captures], [inside for _, inside in graph.captures]
@@ -179,13 +184,7 @@ def in_order(
     def predecessors(operation: tf.Operation) -> list[tf.Operation]:
         return [*sources(operation), *after.get(operation.name, ())]
 
-    needed: set[tf.Operation] = set()
-    waiting = [tensor.op for tensor in graph.outputs] + list(graph.control_outputs)
-    while waiting:
-        operation = waiting.pop()
-        if operation not in needed:
-            needed.add(operation)
-            waiting += predecessors(operation)
+    needed = ancestors([*(tensor.op for tensor in graph.outputs), *graph.control_outputs], predecessors).values()
     missing: dict[tf.Operation, int] = {}
     followers: dict[tf.Operation, list[tf.Operation]] = {}
     for operation in needed:
@@ -238,8 +237,8 @@ def copied(
         all_attributes[key] = _attribute(value)
     for value in all_attributes.values():
         for function in [value.func, *value.list.func]:
-            if function.name:
-                _add_function(operation.graph, graph, function.name)
+            if function.name and not graph._is_function(function.name):
+                graph._add_function_recursive(operation.graph._get_function(function.name))
     copy = graph._create_op_internal(
         operation.type,
         list(inputs),
@@ -260,11 +259,6 @@ def _attribute(value: Any) -> attr_value_pb2.AttrValue:
     if isinstance(value, list):
         return attr_value_pb2.AttrValue(list=attr_value_pb2.AttrValue.ListValue(i=value))
     return attr_value_pb2.AttrValue(i=value)
-
-
-def _add_function(source: Any, graph: Any, name: str) -> None:
-    if not graph._is_function(name):
-        graph._add_function_recursive(source._get_function(name))
 
 
 def evaluated(operation: tf.Operation, inputs: Sequence[np.ndarray]) -> list[np.ndarray]:
@@ -312,17 +306,12 @@ OF_SHAPE = frozenset(("Shape", "ShapeN", "Size", "Rank", "BroadcastGradientArgs"
 _FRAME = frozenset(("Const", "Placeholder", "PlaceholderWithDefault", "NoOp"))
 
 
-@functools.cache
-def _is_of_tensorflow(kind: str) -> bool:
-    return hasattr(tf.raw_ops, kind)
-
-
 def is_pure(operation: tf.Operation) -> bool:
     """Whether the operation is deterministic and has no side effects.
 
     Operations of other packages, such as Horovod's collectives, may have effects that TensorFlow does not know.
     """
-    if operation.type in _FRAME or operation.op_def.is_stateful or not _is_of_tensorflow(operation.type):
+    if operation.type in _FRAME or operation.op_def.is_stateful or not hasattr(tf.raw_ops, operation.type):
         return False
     return not any(tensor.dtype == tf.resource for tensor in (*operation.inputs, *operation.outputs))
 
@@ -390,20 +379,8 @@ def compute_after(tensor: tf.Tensor, earlier: tf.Tensor) -> None:
         if not same or tensor.shape.num_elements() is None:
             break
         operation = same[0].op
-    if not _depends_on(earlier.op, operation):
+    if operation.name not in ancestors([earlier.op]):
         add_control_input(operation, earlier.op)
-
-
-def _depends_on(operation: tf.Operation, wanted: tf.Operation) -> bool:
-    seen, waiting = {operation.name}, [operation]
-    while waiting:
-        visited = waiting.pop()
-        if visited.name == wanted.name:
-            return True
-        predecessors = {predecessor.name: predecessor for predecessor in sources(visited)}
-        waiting += [predecessor for name, predecessor in predecessors.items() if name not in seen]
-        seen |= set(predecessors)
-    return False
 
 
 def add_control_input(operation: tf.Operation, before: tf.Operation) -> None:
@@ -416,27 +393,34 @@ def sources(operation: tf.Operation) -> list[tf.Operation]:
     return [*(tensor.op for tensor in operation.inputs), *operation.control_inputs]
 
 
+def ancestors(
+    operations: Sequence[tf.Operation], predecessors: Callable[[tf.Operation], Sequence[tf.Operation]] = sources
+) -> dict[str, tf.Operation]:
+    """`operations` of a graph and all operations for which they wait, by name."""
+    reached: dict[str, tf.Operation] = {}
+    waiting = list(operations)
+    while waiting:
+        operation = waiting.pop()
+        if operation.name not in reached:
+            reached[operation.name] = operation
+            waiting += predecessors(operation)
+    return reached
+
+
 def effective(operations: Sequence[tf.Operation]) -> set[str]:
     """The names of the operations on which a side effect depends, such as the update of a variable."""
-    waiting = [operation for operation in operations if operation.op_def.is_stateful]
-    names = {operation.name for operation in waiting}
-    while waiting:
-        for source in sources(waiting.pop()):
-            if source.name not in names:
-                names.add(source.name)
-                waiting.append(source)
-    return names
+    return set(ancestors([operation for operation in operations if operation.op_def.is_stateful]))
 
 
 def place(operation: tf.Operation) -> str:
     """The type of an operation, and the line of the user's code that made it."""
-    frames = [frame for frame in operation.traceback or () if not _is_in_library(frame.filename)]
+    frames = [
+        frame
+        for frame in operation.traceback or ()
+        if not any(Path(frame.filename).is_relative_to(folder) for folder in _libraries())
+    ]
     where = f" in {Path(frames[-1].filename).name}, line {frames[-1].lineno}" if frames else ""
     return f"`{operation.type}`{where}"
-
-
-def _is_in_library(file: str) -> bool:
-    return any(Path(file).is_relative_to(folder) for folder in _libraries())
 
 
 @functools.cache

@@ -50,8 +50,7 @@ class DividedOptimizer:
         self._meet = meet
         self._gathered: dict[int, np.ndarray] | None = None  # within `whole`: the values by the `id` of the variable
         # Keras saves an optimizer that scales the loss with the variables of its inner optimizer, and saves that again.
-        inner = keras_optimizers.inner(optimizer)
-        for saved in [optimizer] if inner is optimizer else [optimizer, inner]:
+        for saved in keras_internals.with_inner(optimizer):
             keras_optimizers.saving_with(
                 saved, functools.partial(self._read, saved), functools.partial(self._write, saved)
             )
@@ -114,20 +113,23 @@ class ShardedOptimizer(DividedOptimizer):
             shape = shapes.get(id(slot), tuple(slot.shape))
             shard = self._shard(shape, local(slot).dtype)
             if shard is not None:
-                self._divide(slot, shape, shard)
+                whole = tensorflow_variables.without_value(shape, local(slot).dtype, local(slot).device)
+                divide(slot, self._part(shape, shard))
+                self._slots.append(_StandIn(whole, shard, slot))
 
     def _build(self, variables: Sequence[Any]) -> dict[int, tuple[int, ...]]:
         """Builds the optimizer, with sharded slots if it computes elementwise; returns their whole shapes by `id`."""
-        if type(keras_optimizers.inner(self.optimizer)) not in keras_optimizers.ELEMENTWISE:
+        if type(keras_internals.inner(self.optimizer)) not in keras_optimizers.ELEMENTWISE:
             self.optimizer.build(list(variables))
             return {}
-        parts = []
+        slots_for = []
         for variable in variables:
             tf_variable, shape = local(variable), tuple(variable.shape)
-            local_shape = self._local_shape(shape, self._shard(shape, tf_variable.dtype))
-            parts.append(tensorflow_variables.without_value(local_shape, tf_variable.dtype, tf_variable.device))
+            shard = self._shard(shape, tf_variable.dtype)
+            local_shape = shape if shard is None else self._part(shape, shard).shape
+            slots_for.append(tensorflow_variables.without_value(local_shape, tf_variable.dtype, tf_variable.device))
         with tf.init_scope(), tensorflow_internals.without_strategy():
-            keras_optimizers.build(self.optimizer, variables, parts)
+            keras_optimizers.build(self.optimizer, variables, slots_for)
         slots = zip(variables, keras_optimizers.slots_of(self.optimizer), strict=True)
         return {id(slot): tuple(variable.shape) for variable, slots_of_variable in slots for slot in slots_of_variable}
 
@@ -137,17 +139,8 @@ class ShardedOptimizer(DividedOptimizer):
             return None
         return spmd.Shard.evenly(shape, self._group.size)
 
-    def _local_shape(self, shape: tuple[int, ...], shard: spmd.Shard | None) -> list[int]:
-        """The shape of this process's part of a variable."""
-        local_shape = list(shape)
-        if shard is not None:
-            local_shape[shard.axis] = shard.lengths(shape[shard.axis])[self._group.rank]
-        return local_shape
-
-    def _divide(self, slot: Any, shape: tuple[int, ...], shard: spmd.Shard) -> None:
-        whole = tensorflow_variables.without_value(shape, local(slot).dtype, local(slot).device)
-        divide(slot, Part(shape, tuple(shard.lengths(shape[shard.axis])), self._group.rank, shard.axis))
-        self._slots.append(_StandIn(whole, shard, slot))
+    def _part(self, shape: tuple[int, ...], shard: spmd.Shard) -> Part:
+        return Part(shape, tuple(shard.lengths(shape[shard.axis])), self._group.rank, shard.axis)
 
     @property
     def variables(self) -> Mapping[int, spmd.Placed]:
@@ -174,7 +167,7 @@ class ShardedOptimizer(DividedOptimizer):
             shard = self._shard(shape, dtype)
             stand_in = None
             if shard is not None:
-                part = tensorflow_variables.without_value(self._local_shape(shape, shard), dtype, device)
+                part = tensorflow_variables.without_value(self._part(shape, shard).shape, dtype, device)
                 stand_in = _StandIn(tensorflow_variables.without_value(shape, dtype, device), shard, part)
             self._temporaries[key] = variable.handle, stand_in
         _, stand_in = self._temporaries[key]
@@ -188,7 +181,7 @@ class ShardedOptimizer(DividedOptimizer):
         """
         for stand_in in self._slots:
             if stand_in.is_sharded and (handles is None or id(stand_in.whole.handle) in handles):
-                undivide(stand_in.variable, self._group.exchange)
+                _undivide(stand_in.variable, self._group.exchange)
                 stand_in.is_sharded = False
         for stand_in in self._stand_ins_of_temporaries:
             if handles is None or id(stand_in.whole.handle) in handles:
@@ -229,7 +222,7 @@ def divide(slot: Any, part: Part) -> None:
         parts.mark(slot, part)
 
 
-def undivide(slot: Any, exchange: Callable[[bytes], list[bytes]]) -> None:
+def _undivide(slot: Any, exchange: Callable[[bytes], list[bytes]]) -> None:
     """Gives every process the whole slot again; all processes call it."""
     value = parts.gathered(slot, exchange)
     parts.mark(slot, None)

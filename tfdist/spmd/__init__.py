@@ -80,7 +80,7 @@ def compute(
     captures = [variables.get(id(tensor)) or replicated(mesh.captured(tensor)) for tensor in captured]
     sharded = None if rows is None else (Shard.of_rows(rows), sum(rows))
     partitioner = Partitioner(mesh, sharded, cost, streams)
-    outputs = partitioner.conversions.whole(partitioner.run(traced.graph, [*batch, *captures]))
+    outputs = partitioner.conversions.replicated(partitioner.run(traced.graph, [*batch, *captures]))
     mesh.computed()
     flat = iter([mesh.tensors(output)[0] for output in outputs])
     return tf.nest.map_structure(

@@ -19,16 +19,12 @@ _MAX_CONSTANT = 4096
 _MAX_FOLDED = 1024
 # Operations that move entries of their inputs without changing them, and the numbers of these inputs.
 _MOVES: dict[str, Callable[[int], range]] = {
-    "Cast": lambda count: range(1),
+    **dict.fromkeys(
+        ("Cast", "ExpandDims", "GatherV2", "Identity", "Reshape", "Slice", "Squeeze", "StridedSlice"),
+        lambda count: range(1),
+    ),
     "ConcatV2": lambda count: range(count - 1),
-    "ExpandDims": lambda count: range(1),
-    "GatherV2": lambda count: range(1),
-    "Identity": lambda count: range(1),
     "Pack": range,
-    "Reshape": lambda count: range(1),
-    "Slice": lambda count: range(1),
-    "Squeeze": lambda count: range(1),
-    "StridedSlice": lambda count: range(1),
 }
 
 

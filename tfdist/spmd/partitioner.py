@@ -146,10 +146,9 @@ class Partitioner:
         placements, kind = [value.placement for value in values], node.operation.type
         if kind == "PreventGradient" and node.before:
             return Plan(placements, lambda inputs: [self._delayed(node, inputs[0])])
-        if kind in ALIASES:
-            return Plan(placements, lambda inputs: inputs)  # operations that read it wait for its control inputs too
-        if kind == "EnsureShape" and not isinstance(placements[0], Replicate):
-            return Plan(placements, lambda inputs: inputs)  # shape inference used it when the step was traced
+        # Operations that read an alias wait for its control inputs too; shape inference has used an `EnsureShape`.
+        if kind in ALIASES or (kind == "EnsureShape" and not isinstance(placements[0], Replicate)):
+            return Plan(placements, lambda inputs: inputs)
         if (kind in _OF_SHAPE and not isinstance(placements[0], Replicate)) or (
             kind in _OF_SHAPE_OF_PARTIAL and isinstance(placements[0], Partial)
         ):
@@ -163,16 +162,15 @@ class Partitioner:
         placements = [self.conversions.summed(value) for value in values]  # a nonlinear operation needs the sum
         replica_variables.require_none_sharded(node.operation, values)
         operation = Operation(node.operation, values, placements)
-        per_replica = None if self.rows is None else per_replica_sharding(node.operation)
-        if per_replica is not None and self.rows is not None:
+        if self.rows is not None and (per_replica := per_replica_sharding(node.operation)) is not None:
             sharding, shard = per_replica, self.rows[0]
         elif (from_rule := self._sharding_by_rule(operation)) is not None:
             sharding, shard = from_rule
         else:
-            return Plan([REPLICATE] * len(values), lambda inputs: self._whole(node, inputs, values))
+            return Plan([REPLICATE] * len(values), lambda inputs: self._on_each_copy(node, inputs, values))
         return Plan(
             [placement_of(wanted, shard) for wanted in sharding.inputs],
-            lambda inputs: self._sharded_or_whole(node, operation, sharding, shard, inputs),
+            lambda inputs: self._sharded_or_replicated(node, operation, sharding, shard, inputs),
         )
 
     def _sharding_by_rule(self, operation: Operation) -> tuple[OpSharding, Shard] | None:
@@ -206,10 +204,9 @@ class Partitioner:
         self.cost.compute(node.operation, inputs, outputs, repeated=False)
         return outputs
 
-    def _sharded_or_whole(
+    def _sharded_or_replicated(
         self, node: Node, operation: Operation, sharding: OpSharding, shard: Shard, inputs: list[Placed]
     ) -> list[Placed]:
-        """Computes an operation on shards, or whole if TensorFlow rejects the shapes of the shards."""
         try:
             return self._sharded(node, operation, sharding, shard, inputs)
         except (ValueError, TypeError) as error:  # from TensorFlow's shape inference
@@ -218,14 +215,12 @@ class Partitioner:
             return self._refused(node, inputs, f"{operation.type}: {error}")
 
     def _refused(self, node: Node, inputs: list[Placed], reason: str) -> list[Placed]:
-        """Computes an operation whole whose rule does not fit."""
         self.cost.refused.append(reason)
-        return self._whole(node, [self.conversions.placed(value, REPLICATE) for value in inputs], inputs)
+        return self._on_each_copy(node, [self.conversions.placed(value, REPLICATE) for value in inputs], inputs)
 
     def _sharded(
         self, node: Node, operation: Operation, sharding: OpSharding, shard: Shard, inputs: list[Placed]
     ) -> list[Placed]:
-        """Computes an operation on shards."""
         # Partial sums of half precision stay in float32 until the replicas have added them, as kernels accumulate.
         half = operation.output_dtypes[0] in _HALF and list(sharding.outputs) == ["sum"]
         half = half and "T" in node.operation.node_def.attr
@@ -269,17 +264,17 @@ class Partitioner:
         """Whether all parts imply one global shape, compatible with `shape`; sets the static shapes of the parts."""
         if parts[0].dtype in (tf.variant, tf.resource):
             return True
-        whole = tf.TensorShape(shape)
+        common = tf.TensorShape(shape)
         for replica, part in zip(self.mesh.local, parts, strict=True):
             implied = Placed(placement, [part], replica=replica).shape
-            if not implied.is_compatible_with(whole):
+            if not implied.is_compatible_with(common):
                 return False
-            whole = whole.merge_with(implied)
+            common = common.merge_with(implied)
         for replica, part in zip(self.mesh.local, parts, strict=True):
-            part.set_shape(part_shape(whole, placement, replica))
+            part.set_shape(part_shape(common, placement, replica))
         return True
 
-    def _whole(self, node: Node, inputs: list[Placed], originals: Sequence[Placed]) -> list[Placed]:
+    def _on_each_copy(self, node: Node, inputs: list[Placed], originals: Sequence[Placed]) -> list[Placed]:
         """Computes an operation on replicated `inputs`, once per copy; `originals` are the inputs before resharding."""
         operation = node.operation
         repeated = any(value.repeated for value in inputs)
@@ -312,9 +307,9 @@ class Partitioner:
         with self.mesh.on_copy(0):
             counter = self.streams.next_counter(node, shapes_by_copy[0])
         copies = []
-        for copy, own_shape in enumerate(shapes_by_copy):
+        for copy, shape_of_copy in enumerate(shapes_by_copy):
             with self.mesh.on_copy(copy):
-                copies.append(draws.draw(node.operation, own_shape, counter))
+                copies.append(draws.draw(node.operation, shape_of_copy, counter))
         return copies
 
     def _once(self, node: Node, reads: Sequence[tf.Tensor]) -> list[list[tf.Tensor]]:
@@ -357,14 +352,11 @@ class Partitioner:
         return delayed
 
     def _of_shape(self, node: Node, value: Placed) -> list[Placed]:
-        """Computes an operation that needs only the shape of a value that is not replicated."""
         copies = []
         for copy in range(self.mesh.copies):
-            position = copy if self.mesh.copies > 1 else 0
             with self.mesh.on_copy(copy):
-                tensor = _result_of_shape(
-                    node.operation, value.tensors[position], value.placement, self.mesh.local[position]
-                )
+                part, replica = value.tensors[copy], self.mesh.local[copy]
+                tensor = _result_of_shape(node.operation, part, value.placement, replica)
             tensor.set_shape(node.operation.outputs[0].shape)
             copies.append(tensor)
         return [Placed(REPLICATE, copies)]
@@ -404,10 +396,10 @@ def _result_of_shape(operation: tf.Operation, part: tf.Tensor, placement: Placem
         if result.shape.rank != 1:
             raise NotImplementedError("the shape of elements of unknown rank")
         length = result[placement.axis]
-        whole = placement.whole_length(length, replica)
+        global_length = placement.whole_length(length, replica)
         if is_list:
-            whole = tf.where(length > 0, whole, length)  # -1 is an unknown length
-        result = tf.tensor_scatter_nd_update(result, [[placement.axis]], [whole])
+            global_length = tf.where(length > 0, global_length, length)  # -1 is an unknown length
+        result = tf.tensor_scatter_nd_update(result, [[placement.axis]], [global_length])
     return tf.reduce_prod(result) if operation.type == "Size" else result
 
 

@@ -99,7 +99,6 @@ def only_added_to(traced: tf.types.experimental.ConcreteFunction, handles: Colle
 def _flattened(
     traced: tf.types.experimental.ConcreteFunction, handles: Collection[int]
 ) -> tuple[Flat, dict[Slot, int]]:
-    """A flattened step, and the slots of its inputs that are one of `handles`."""
     ids = tensorflow_graphs.captured_ids(traced.graph)
     slots = [Slot() for _ in ids]
     captured = {slot: key for slot, key in zip(slots, ids, strict=True) if key is not None and key in handles}

@@ -23,7 +23,7 @@ import functools
 import random
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import tensorflow as tf
@@ -45,39 +45,6 @@ from tfdist.loop import building, metrics, partitioned_program
 from tfdist.loop.inner_loop import StepProgram
 from tfdist.terminal import counted
 from tfdist.verification.report import Comparison, Entry, Report, Step
-
-_SUBJECTS = {
-    "batch": "The part `{entry.name}` of the batch that a step receives",
-    "output": "The output of the layer `{entry.layer}`",
-    "added loss": "A loss that the layer `{entry.layer}` adds",
-    "loss": "The loss `{entry.name}`",
-    "whole loss": "The result of `compute_loss` of the model `{entry.layer}`",
-    "gradient": "The gradient of `{entry.name}`, of the layer `{entry.layer}`,",
-    "state": "The variable `{entry.name}`, of the layer `{entry.layer}`,",
-    "weight": "The weight `{entry.name}`, of the layer `{entry.layer}`,",
-    "optimizer": "The optimizer's variable `{entry.name}`",
-    "log": "The value `{entry.name}` in the logs",
-}
-
-
-def explained(strategy: Strategy, entry: Entry) -> tuple[str, str]:
-    """Returns the error's sentence and hint for the first entry that differs.
-
-    The partitioned step should equal that of one device for every model, so that a difference is a bug in the
-    partitioner or in the user's own mesh.
-    """
-    if type(strategy.mesh).__module__.partition(".")[0] == "tfdist" and entry.kind != "batch":
-        cause = "tfdist divides an operation of the step among the replicas by a wrong rule"
-        hint = "this is a bug in tfdist: train with the strategy `single`, and report the layer"
-    else:
-        cause = f"the strategy `{strategy.name}` divides batches, or sums over its replicas, incorrectly"
-        hint = "this is a bug in the strategy: check the methods of its `mesh`"
-    sentence = (
-        f"{_SUBJECTS[entry.kind].format(entry=entry)} differs from one device by {entry.difference:.2g} in step "
-        f"{entry.step}, where rounding explains {entry.sensitivity:.2g}; the likely cause: {cause}"
-    )
-    return sentence, hint
-
 
 STEPS = 3
 _NUDGES = 2
@@ -121,7 +88,8 @@ def verify(
             program = strategy.program(Steps(model, "train", feed.batches, own_logs=own_logs, spec=feed.spec))
             with keras_variables.assigning_nothing():
                 program.run(feed.start(0, 0), 0, 1)
-        with tensorflow_internals.without_strategy(), _plain(model, [*variables, *_generator_state(strategy)]):
+        plain = list({id(v): v for v in [*variables, *_generator_state(strategy)]}.values())
+        with tensorflow_internals.without_strategy(), keras_variables.on_plain_variables(model, plain):
             steps = Steps(model, "train", feed.batches, own_logs=own_logs, spec=feed.spec)
             reference, *nudged = _on_one_device(strategy, steps, batches, compared, changed, watch, epsilon)
         feed = in_one_call_from or feed
@@ -158,7 +126,6 @@ def restored(strategy: Strategy, model: Any, spec: Any) -> Iterator[None]:
 
 
 def _changed_variables(strategy: Strategy, model: Any, spec: Any) -> list[Any]:
-    """Returns the variables that steps may change."""
     variables = [variable for members in training_state.variables(model).values() for variable in members]
     with _random_states_kept():
         captured = building.captured(strategy, model, spec)
@@ -166,7 +133,6 @@ def _changed_variables(strategy: Strategy, model: Any, spec: Any) -> list[Any]:
 
 
 def _generator_state(strategy: Strategy) -> list[Any]:
-    """Returns the state of the strategy's own generator for unseeded draws, if it has one."""
     generator = strategy.unseeded()
     return [] if generator is None else [generator.state]
 
@@ -220,9 +186,7 @@ def _run(program: Any, batches: Sequence[Any], variables: Sequence[Any]) -> list
         for name, value in _flat(logs).items():
             kind, _, of = name.removeprefix(_MARK).partition(": ") if name.startswith(_MARK) else ("log", "", name)
             step[kind, of] = np.asarray(value, np.float64)
-        for variable, start in zip(variables, start_values, strict=True):
-            step["variable", variable.path] = np.asarray(_value(variable) - start)
-        steps.append(step)
+        steps.append(step | _changes(variables, start_values))
     program.end_epoch()
     return steps
 
@@ -233,8 +197,12 @@ def _in_one_call(program: Any, feed: Feed, count: int, variables: Sequence[Any])
     program.begin_epoch()
     program.run(feed.start(0, 0), 0, count)
     program.end_epoch()
+    return [_changes(variables, start_values)]
+
+
+def _changes(variables: Sequence[Any], start_values: Sequence[np.ndarray]) -> Step:
     pairs = zip(variables, start_values, strict=True)
-    return [{("variable", variable.path): np.asarray(_value(variable) - start) for variable, start in pairs}]
+    return {("variable", variable.path): np.asarray(_value(variable) - start) for variable, start in pairs}
 
 
 def _value(variable: Any) -> np.ndarray:
@@ -277,10 +245,6 @@ def _random_states_kept() -> Iterator[None]:
         tensorflow_internals.restore_eager_random_state(eager_state)
 
 
-def _plain(model: Any, variables: Sequence[Any]) -> contextlib.AbstractContextManager[None]:
-    return keras_variables.on_plain_variables(model, list({id(v): v for v in variables}.values()))
-
-
 def _nudge(variables: Sequence[Any], epsilon: float, number: int) -> None:
     """Changes each floating-point number of the model by one bit of the dtype in which layers compute."""
     draw = np.random.default_rng(number)
@@ -294,21 +258,47 @@ def _nudge(variables: Sequence[Any], epsilon: float, number: int) -> None:
 def _raise_if_different(strategy: Strategy, model: Any, report: Report) -> None:
     """Raises the error of the first process with a difference in all processes."""
     first = report.first
-    error = None if first is None else [*explained(strategy, first), first.layer]
+    error = None if first is None else [*_explained(strategy, first), first.layer]
     error = next((error for error in consensus.all_gather_object(strategy, error) if error is not None), None)
     if error is not None:
         sentence, hint, layer = error
         raise VerificationError(sentence, hint, layer, report)
 
 
-class _TracedStep(threading.local):
-    """The step that this thread is tracing: its recorded values by name, and its graph."""
+def _explained(strategy: Strategy, entry: Entry) -> tuple[str, str]:
+    """Returns the error's sentence and hint for the first entry that differs.
 
-    values: dict[str, tf.Tensor] | None = None
-    graph: Any = None
+    The partitioned step should equal that of one device for every model, so that a difference is a bug in the
+    partitioner or in the user's own mesh.
+    """
+    if type(strategy.mesh).__module__.partition(".")[0] == "tfdist" and entry.kind != "batch":
+        cause = "tfdist divides an operation of the step among the replicas by a wrong rule"
+        hint = "this is a bug in tfdist: train with the strategy `single`, and report the layer"
+    else:
+        cause = f"the strategy `{strategy.name}` divides batches, or sums over its replicas, incorrectly"
+        hint = "this is a bug in the strategy: check the methods of its `mesh`"
+    sentence = (
+        f"{_SUBJECTS[entry.kind].format(entry=entry)} differs from one device by {entry.difference:.2g} in step "
+        f"{entry.step}, where rounding explains {entry.sensitivity:.2g}; the likely cause: {cause}"
+    )
+    return sentence, hint
 
 
-class Watch(contextlib.AbstractContextManager[None]):
+_SUBJECTS = {
+    "batch": "The part `{entry.name}` of the batch that a step receives",
+    "output": "The output of the layer `{entry.layer}`",
+    "added loss": "A loss that the layer `{entry.layer}` adds",
+    "loss": "The loss `{entry.name}`",
+    "whole loss": "The result of `compute_loss` of the model `{entry.layer}`",
+    "gradient": "The gradient of `{entry.name}`, of the layer `{entry.layer}`,",
+    "state": "The variable `{entry.name}`, of the layer `{entry.layer}`,",
+    "weight": "The weight `{entry.name}`, of the layer `{entry.layer}`,",
+    "optimizer": "The optimizer's variable `{entry.name}`",
+    "log": "The value `{entry.name}` in the logs",
+}
+
+
+class Watch(contextlib.AbstractContextManager[Any]):
     """In this context, the model's `train_step` also returns its input, layer outputs, losses and gradients.
 
     Args:
@@ -327,7 +317,7 @@ class Watch(contextlib.AbstractContextManager[None]):
         self._sees = sees
         self._traced_step = _TracedStep()
 
-    def __enter__(self) -> None:
+    def __enter__(self) -> Self:
         self._stack = contextlib.ExitStack()
         self._stack.enter_context(keras_patches.watching(self._model, self._see))
         step = functools.partial(self._train_step, self._model.train_step)
@@ -336,6 +326,7 @@ class Watch(contextlib.AbstractContextManager[None]):
         # Past Keras' attribute tracking, so that nothing of it is saved with the model.
         object.__setattr__(self._model, "train_step", step)
         self._stack.callback(object.__delattr__, self._model, "train_step")
+        return self
 
     def __exit__(self, *raised: Any) -> None:
         self._stack.close()
@@ -407,6 +398,13 @@ class Watch(contextlib.AbstractContextManager[None]):
             count = tf.cast(tf.maximum(tf.shape(rows)[0], 1), tf.float32)
             rows = tf.stack([tf.reduce_sum(rows), tf.reduce_sum(tf.abs(rows))]) / count
         values[f"{_MARK}{kind}: {name}"] = rows
+
+
+class _TracedStep(threading.local):
+    """The step that this thread is tracing: its recorded values by name, and its graph."""
+
+    values: dict[str, tf.Tensor] | None = None
+    graph: Any = None
 
 
 def _graph() -> Any:

@@ -171,7 +171,6 @@ def bias_add_gradient(operation: Operation, index: int, shard: Shard) -> OpShard
 
 
 def _channels(operation: Operation, index: int) -> int | None:
-    """The axis of the channels; `None` if it is unknown."""
     rank = operation.rank(index)
     if operation.attribute("data_format") == "NCHW":
         return 1

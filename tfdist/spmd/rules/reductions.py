@@ -9,7 +9,6 @@ _REDUCTIONS = {"Sum": "sum", "Mean": "sum", "Max": "max", "Min": "min", "Prod": 
 
 
 def _after_removing(removed: set[int], axis: int) -> int:
-    """The number of `axis` once other axes are removed."""
     return axis - sum(other < axis for other in removed)
 
 

@@ -60,9 +60,9 @@ class Operation:
         shape = self.input_shapes[index]
         return None if shape is None else len(shape)
 
-    def output_rank(self, index: int = 0) -> int | None:
-        """The rank of an output; `None` if it is unknown."""
-        shape = self.output_shapes[index]
+    def output_rank(self) -> int | None:
+        """The rank of the first output; `None` if it is unknown."""
+        shape = self.output_shapes[0]
         return None if shape is None else len(shape)
 
     def length(self, index: int, axis: int) -> int | None:
