@@ -14,6 +14,7 @@ from keras import layers
 import tfdist
 import tfdist.data
 from tests.contract.comparison import assert_same
+from tests.graphs import collected_graphs
 from tests.interruption import InterruptionError, Interrupts
 from tfdist.callbacks import Checkpoint, StopAtNonFiniteLoss
 from tfdist.data.input import device_feed
@@ -21,7 +22,6 @@ from tfdist.data.input.array_feed import ArrayFeed, tensors
 from tfdist.data.input.division import Division
 from tfdist.data.input.source import Source
 from tfdist.errors import DataError, UsageError
-from tfdist.internals import tensorflow as tensorflow_internals
 
 READ_WHERE_THEY_ARE, PREFETCHED, RESIDENT = None, 0, 1 << 30
 HOST = "CPU:0"
@@ -277,7 +277,7 @@ def _sent(name, devices, budget, **fit):
 
 def _crossing(training):
     """What the loop of a `training` sends between devices, as `_sent`."""
-    with tensorflow_internals.collected_graphs() as graphs:
+    with collected_graphs() as graphs:
         training()
     found = set()
     for node in (node for graph in graphs for node in graph.node if node.op in ("_Send", "_HostSend")):

@@ -1,4 +1,4 @@
-"""Fails when TensorFlow changes what `tfdist.internals.tensorflow` and `tensorflow_patches` use."""
+"""Fails when TensorFlow changes what `tfdist.internals.tensorflow` uses."""
 
 import copy
 import inspect
@@ -26,9 +26,10 @@ from tensorflow.python.distribute.coordinator import cluster_coordinator
 from tensorflow.python.framework import random_seed
 from tensorflow.python.ops import collective_ops
 
+from tests.graphs import collected_graphs
 from tfdist.internals import keras as keras_internals
 from tfdist.internals import tensorflow as tensorflow_internals
-from tfdist.internals import tensorflow_coordinator, tensorflow_data, tensorflow_patches, tensorflow_variables
+from tfdist.internals import tensorflow_coordinator, tensorflow_variables
 
 
 def test_the_version_of_tensorflow_is_the_one_that_was_read():
@@ -42,7 +43,7 @@ def test_the_functions_that_are_replaced_or_called_exist():
     assert callable(strategy.extended._use_merge_call)
     # The modules that make collectives look them up there at each call.
     assert cross_device_utils.collective_ops is collective_all_reduce_strategy.collective_ops is collective_ops
-    assert all(callable(getattr(collective_ops, name)) for name in tensorflow_patches.COLLECTIVES)
+    assert all(callable(getattr(collective_ops, name)) for name in tensorflow_internals.COLLECTIVES)
 
 
 def test_sigterm_does_what_it_did_before():
@@ -270,21 +271,21 @@ def test_an_iterator_goes_on_where_another_one_stood():
     first, second = iter(shuffled()), iter(shuffled())
     for _ in range(4):
         next(first)
-    state = tensorflow_data.iterator_state(first)
-    tensorflow_data.restore_iterator(second, state)
+    state = tensorflow_internals.iterator_state(first)
+    tensorflow_internals.restore_iterator(second, state)
     assert [int(n) for n in second] == [int(n) for n in first]
     signature = tf.TensorSpec([], tf.int32)
     generated = iter(tf.data.Dataset.from_generator(lambda: iter(range(3)), output_signature=signature))
     next(generated)
     with pytest.raises(tf.errors.OpError):
-        tensorflow_data.iterator_state(generated)
+        tensorflow_internals.iterator_state(generated)
     plain = iter(tf.data.Dataset.range(9))
     with pytest.raises(tf.errors.OpError):
-        tensorflow_data.restore_iterator(iter(shuffled()), tensorflow_data.iterator_state(plain))
+        tensorflow_internals.restore_iterator(iter(shuffled()), tensorflow_internals.iterator_state(plain))
 
 
 def test_elements_go_to_devices_in_turn():
-    elements = tensorflow_data.device_iterator(tf.data.Dataset.range(4), ["CPU:1", "CPU:2"])
+    elements = tensorflow_internals.device_iterator(tf.data.Dataset.range(4), ["CPU:1", "CPU:2"])
     taken = [elements.get_next(), elements.get_next()]
     assert [[int(one) for one in pair] for pair in taken] == [[0, 1], [2, 3]]
     assert [one.device[-5:] for one in taken[0]] == ["CPU:1", "CPU:2"]
@@ -301,7 +302,7 @@ def test_the_graphs_that_functions_run_are_collected_one_per_device():
 
     tf.summary.trace_on(graph=True)
     tf.function(across.python_function)()  # collected for TensorBoard, not for us
-    with tensorflow_internals.collected_graphs() as graphs:
+    with collected_graphs() as graphs:
         across()
     tf.summary.trace_off()
     sent = [node.attr["recv_device"].s for graph in graphs for node in graph.node if node.op == "_Send"]

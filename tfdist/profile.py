@@ -13,7 +13,7 @@ import click
 
 from tfdist import terminal
 from tfdist.errors import UsageError
-from tfdist.profiling import breakdown, layers, stages, trace
+from tfdist.profiling import breakdown, stages, trace
 
 LEAST_SHARE = 0.0005  # rounds to 0.1 %
 
@@ -33,8 +33,8 @@ def command(run: Path, top: int) -> None:
         )
     with terminal.guarded_stdout(needed=True):
         click.echo(f"{terminal.counted(summary.steps, 'traced step')}; shares of the time of all operations")
-        click.echo(_table("layer", layers.by_layer(summary.ops), top))
-        click.echo(_table("kind", layers.by_kind(summary.ops), top))
+        click.echo(_table("layer", breakdown.by_layer(summary.ops), top))
+        click.echo(_table("kind", breakdown.by_kind(summary.ops), top))
         click.echo(_table("operation", {f"{op.name}  ({op.type})": op.share for op in summary.ops}, top))
         if summary.breakdown is not None:
             click.echo(f"\n{breakdown.as_text(summary.breakdown)}\n{breakdown.advice(summary.breakdown.shares())}")

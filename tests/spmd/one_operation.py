@@ -18,7 +18,7 @@ from tensorflow.python.framework import op_def_library, op_def_registry
 
 from tests.spmd.on_replicas import rows_of
 from tfdist import spmd
-from tfdist.internals import tensorflow_functions
+from tfdist.internals import tensorflow_graphs
 from tfdist.spmd.partitioner import Partitioner
 from tfdist.spmd.placements import REPLICATE, Partial, Placed, Placement, Replicate, Shard
 
@@ -185,10 +185,10 @@ def partitioned(case: Case, traced: Any, ways: Sequence[Given], replicas: int) -
                 if key not in parts:
                     parts[key] = _parts(partitioner, tensors[key[0]], key[1])
             inputs = [Placed(placement, parts[index, placement]) for index, placement in enumerate(given)]
-            outside = [spmd.replicated([tensor]) for tensor in tensorflow_functions.captured(traced.graph)[0]]
+            outside = [spmd.replicated([tensor]) for tensor in tensorflow_graphs.captured(traced.graph)[0]]
             outputs = partitioner.run(traced.graph, [*inputs, *outside])
             found.append(Found(given, [output.placement for output in outputs], cost))
-            whole = partitioner.conversions.whole(outputs)
+            whole = partitioner.conversions.replicated(outputs)
             results.append([partitioner.mesh.tensors(output)[0] for output in whole])
         return results
 

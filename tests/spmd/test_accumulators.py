@@ -5,8 +5,8 @@ import pytest
 import tensorflow as tf
 
 from tfdist import spmd
-from tfdist.internals import tensorflow_functions
-from tfdist.spmd import accumulators
+from tfdist.internals import tensorflow_graphs
+from tfdist.spmd import replica_variables
 
 ROWS = (2, 1)
 BATCHES = [np.array([[1.0, 2.0], [3.0, 4.0], [5.0, -6.0]], "f"), np.array([[-1.0, 0.5], [2.0, 7.0], [0.0, 1.0]], "f")]
@@ -64,7 +64,7 @@ def test_its_terms_add_up_to_the_value_of_one_device(step):
     one_device, *terms = (tf.Variable([0.5, 1.0]), tf.Variable([0.25, -1.0]), tf.Variable([0.25, 2.0]))
     graph, mesh = traced(step, one_device), Apart()
     handles = {id(one_device.handle): spmd.Placed(spmd.Partial(), [term.handle for term in terms])}
-    assert accumulators.usable(graph, handles) == set(handles)
+    assert replica_variables.usable_as_accumulators(graph, handles) == set(handles)
 
     @tf.function(autograph=False)
     def on_replicas(first, second):
@@ -99,7 +99,7 @@ def test_only_what_is_added_to_can_be_added_afterwards(step):
     added = before + state.numpy()
     state.assign(before)
     result = graph(tf.constant(BATCHES[0]))
-    is_alone = accumulators.only_added_to(graph, handles) == handles
+    is_alone = replica_variables.only_added_to(graph, handles) == handles
     assert is_alone == (step in (adds, adds_what_all_have))
     if is_alone:
         assert result is None
@@ -118,5 +118,5 @@ def by_rows(state, x):
 def test_a_variable_that_is_used_otherwise_stays_whole(step):
     state = tf.Variable([0.5, 1.0])
     graph = traced(step, state)
-    assert id(state.handle) in {id(handle) for handle in tensorflow_functions.variables_of(graph.graph)}
-    assert accumulators.usable(graph, {id(state.handle)}) == set()
+    assert id(state.handle) in {id(handle) for handle in tensorflow_graphs.variables_of(graph.graph)}
+    assert replica_variables.usable_as_accumulators(graph, {id(state.handle)}) == set()

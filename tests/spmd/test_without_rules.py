@@ -9,7 +9,7 @@ import tensorflow as tf
 
 from tests.spmd.on_replicas import assert_equal, rows_of
 from tfdist import spmd
-from tfdist.internals import tensorflow_functions
+from tfdist.internals import tensorflow_graphs
 from tfdist.spmd import linear
 from tfdist.spmd.rules import registry
 
@@ -110,7 +110,7 @@ class Step:
             for operation in graphs.pop().get_operations():
                 found.add(operation.type)
                 graphs += [
-                    tensorflow_functions.body(operation, name)
+                    tensorflow_graphs.body(operation, name)
                     for name in ("f", "body", "cond", "then_branch", "else_branch")
                     if name in operation.node_def.attr and operation.node_def.attr[name].HasField("func")
                 ]

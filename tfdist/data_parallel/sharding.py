@@ -21,8 +21,7 @@ from tfdist import spmd
 from tfdist.errors import UsageError
 from tfdist.groups import ProcessGroup
 from tfdist.internals import keras as keras_internals
-from tfdist.internals import keras_optimizers
-from tfdist.internals.attached import Attached
+from tfdist.internals.patching import Attached
 from tfdist.jobs import consensus
 from tfdist.optimizers.sharded import ShardedOptimizer
 from tfdist.training.job_strategy import needs_whole_state
@@ -93,7 +92,7 @@ class ShardedState:
         shards = sharded(model.optimizer)
         if shards is None:
             model.optimizer.finalize_variable_values(model.trainable_weights)
-        elif keras_optimizers.inner(model.optimizer).use_ema:
+        elif keras_internals.inner(model.optimizer).use_ema:
 
             def finalize() -> None:
                 model.optimizer.finalize_variable_values(model.trainable_weights)

@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 
 from tfdist.internals import tensorflow_variables
-from tfdist.internals.attached import Attached
+from tfdist.internals.patching import Attached
 
 
 @dataclass(frozen=True)

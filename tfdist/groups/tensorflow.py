@@ -20,7 +20,6 @@ from tfdist.errors import ClusterError, DisagreementError, UsageError
 from tfdist.groups import CollectiveCounter, ExchangeTotals, ProcessGroup, broadcast_by_sum, gathered_in_pieces
 from tfdist.groups.socket_group import SocketGroup
 from tfdist.internals import tensorflow as tensorflow_internals
-from tfdist.internals import tensorflow_patches
 from tfdist.internals.tensorflow import runtime_started
 from tfdist.jobs import rendezvous, watchdog
 from tfdist.jobs.connections import gone
@@ -114,7 +113,7 @@ def join(
     with tensorflow_internals.sigterm_as_it_was():
         strategy = tf.distribute.MultiWorkerMirroredStrategy(cluster_resolver=resolver, communication_options=options)
     counter = CollectiveCounter()
-    tensorflow_patches.around_collectives(counter.around)
+    tensorflow_internals.around_collectives(counter.around)
     watch = watchdog.Watch(timeout_seconds, counter.counts, tensorflow_internals.abort_collectives)
     return JoinedJob(strategy, watch, counter)
 

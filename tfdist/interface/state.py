@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from tfdist.internals.attached import Attached
+from tfdist.internals.patching import Attached
 
 
 @dataclass(frozen=True)

@@ -26,9 +26,8 @@ from keras.src.utils import python_utils
 
 from tfdist.errors import UsageError
 from tfdist.internals import keras_routes
-from tfdist.internals.attached import Attached
 from tfdist.internals.keras_data import unpack_x_y_sample_weight
-from tfdist.internals.tensorflow_patches import with_attributes
+from tfdist.internals.patching import with_attributes
 
 SEEN_IN = "3.15.1"
 
@@ -171,9 +170,8 @@ def updating_on_one_device(model: Any) -> Iterator[None]:
     """Within this context the optimizers of `model` update variables as without a strategy of TensorFlow."""
     with contextlib.ExitStack() as stack:
         for optimizer in optimizers(model):
-            inner = getattr(optimizer, "inner_optimizer", optimizer)
-            if hasattr(inner, "_distribution_strategy"):
-                stack.enter_context(with_attributes(inner, {"_distribution_strategy": _OnOneDevice()}))
+            if hasattr(inner(optimizer), "_distribution_strategy"):
+                stack.enter_context(with_attributes(inner(optimizer), {"_distribution_strategy": _OnOneDevice()}))
         yield
 
 
@@ -266,8 +264,18 @@ def optimizers(model: Any) -> list[Any]:
     The inner optimizer of another one, such as of `LossScaleOptimizer`, is left out.
     """
     instances = instances_of(BaseOptimizer, model, first=getattr(model, "optimizer", None))
-    inner = {id(getattr(optimizer, "inner_optimizer", None)) for optimizer in instances}
-    return [optimizer for optimizer in instances if id(optimizer) not in inner]
+    inside = {id(getattr(optimizer, "inner_optimizer", None)) for optimizer in instances}
+    return [optimizer for optimizer in instances if id(optimizer) not in inside]
+
+
+def inner(optimizer: Any) -> Any:
+    """The optimizer that updates variables: the inner one of a `LossScaleOptimizer`, else `optimizer` itself."""
+    return getattr(optimizer, "inner_optimizer", optimizer)
+
+
+def with_inner(optimizer: Any) -> list[Any]:
+    """`optimizer`, and its inner one if it has one."""
+    return [optimizer] if inner(optimizer) is optimizer else [optimizer, inner(optimizer)]
 
 
 def tensorflow_variables(model: Any) -> list[Any]:
@@ -300,21 +308,6 @@ def containers_of(model: Any, kind: type) -> list[tuple[Any, Any]]:
 
     visit(model)
     return places
-
-
-_to_verify: Attached[bool] = Attached("to_verify")
-
-
-def set_to_verify(model: Any, verify: bool) -> None:
-    """Sets whether the next training of `model` is verified first."""
-    _to_verify.set(model, verify)
-
-
-def take_to_verify(model: Any) -> bool:
-    """Whether the next training of `model` is verified first; resets the setting to false."""
-    verify = _to_verify.get(model)
-    _to_verify.set(model, None)
-    return bool(verify)
 
 
 def fixed_batch_size(model: Any) -> int | None:

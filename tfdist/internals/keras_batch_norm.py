@@ -15,7 +15,7 @@ import tensorflow as tf
 from keras import ops
 from keras.src import backend
 
-from tfdist.internals.tensorflow_patches import surrounded
+from tfdist.internals.patching import surrounded
 
 
 @contextlib.contextmanager

@@ -58,20 +58,20 @@ def sliceable(adapter: ArrayDataAdapter) -> Any:
 def gather(arrays: Any, indices: tf.Tensor) -> Any:
     """The examples `indices` (int `[n]`) of every array of a structure that `sliceable` made."""
 
-    def gather_one(array: Any) -> Any:
+    def rows_of(array: Any) -> Any:
         if isinstance(array, array_slicing.TensorflowSparseWrapper):
             return array_slicing.slice_tensorflow_sparse_wrapper(array, tf.cast(indices, tf.int64))
         if isinstance(array, list | tuple | dict):
             return None  # Keras' `traverse` then descends into the structure
         return tf.gather(array, indices, axis=0) if tf.is_tensor(array) else array
 
-    return tree.traverse(gather_one, arrays)
+    return tree.traverse(rows_of, arrays)
 
 
 def batch_spec(arrays: Any) -> Any:
     """The specs of a batch of any size, from the arrays that `sliceable` made."""
 
-    def spec_one(array: Any) -> Any:
+    def spec_of(array: Any) -> Any:
         if isinstance(array, array_slicing.TensorflowSparseWrapper):
             return tf.SparseTensorSpec([None, *array.sparse.shape[1:]], array.sparse.dtype)
         if isinstance(array, list | tuple | dict):
@@ -81,7 +81,7 @@ def batch_spec(arrays: Any) -> Any:
             return tf.RaggedTensorSpec(shape, array.dtype, array.ragged_rank, array.row_splits.dtype)
         return tf.TensorSpec([None, *array.shape[1:]], array.dtype)
 
-    return tree.traverse(spec_one, arrays)
+    return tree.traverse(spec_of, arrays)
 
 
 def number_of_examples(adapter: ArrayDataAdapter) -> int:

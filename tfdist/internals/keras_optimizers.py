@@ -16,8 +16,9 @@ import keras
 import tensorflow as tf
 from keras.src import backend
 
+from tfdist.internals.keras import inner, with_inner
 from tfdist.internals.keras_variables import backed_by
-from tfdist.internals.tensorflow_patches import with_attributes
+from tfdist.internals.patching import with_attributes
 from tfdist.internals.tensorflow_variables import copies
 
 # Optimizers that update each element from the same element of the gradient, the variable and the slots only. The
@@ -38,11 +39,6 @@ _AVERAGES = "_model_variables_moving_average"
 _NO_SLOTS = ("_variables", "_trainable_variables")
 
 
-def inner(optimizer: Any) -> Any:
-    """The optimizer that updates variables: the inner one of a `LossScaleOptimizer`, else `optimizer` itself."""
-    return getattr(optimizer, "inner_optimizer", optimizer)
-
-
 def slots_of(optimizer: Any) -> list[list[Any]]:
     """The slots of each variable that a built optimizer updates; its other variables are scalars.
 
@@ -54,7 +50,8 @@ def slots_of(optimizer: Any) -> list[list[Any]]:
     slot_lists = [
         value
         for name, value in vars(optimizer).items()
-        if name not in _NO_SLOTS and isinstance(value, list) and len(value) == count and _are_slots(value)
+        if name not in _NO_SLOTS and isinstance(value, list) and len(value) == count
+        if all(slot is None or isinstance(slot, backend.Variable) for slot in value)
     ]
     slots = [[slot_list[n] for slot_list in slot_lists if slot_list[n] is not None] for n in range(count)]
     known = {id(slot) for slots_of_variable in slots for slot in slots_of_variable}
@@ -62,10 +59,6 @@ def slots_of(optimizer: Any) -> list[list[Any]]:
         if id(variable) not in known and len(variable.shape):
             raise LookupError(variable.path)
     return slots
-
-
-def _are_slots(values: Sequence[Any]) -> bool:
-    return all(value is None or isinstance(value, backend.Variable) for value in values)
 
 
 @contextlib.contextmanager
@@ -79,10 +72,10 @@ def updating(optimizer: Any, variables: Sequence[Any], values: Sequence[tf.Varia
         variables: the Keras variables that it may update; with moving averages, it averages all of them.
         values: one for each of the variables.
     """
-    updates, keys = inner(optimizer), {}
-    for variable, value in zip(variables, values, strict=True):
-        keys[value._unique_id] = updates._var_key(variable)
-    attributes: dict[str, Any] = {"_var_key": _with_keys(updates._var_key, keys)}
+    updates = inner(optimizer)
+    var_key = updates._var_key
+    keys = {value._unique_id: var_key(variable) for variable, value in zip(variables, values, strict=True)}
+    attributes: dict[str, Any] = {"_var_key": lambda variable: keys.get(key := var_key(variable), key)}
     if updates.use_ema:  # Keras pairs variables and averages by their order
         averages = getattr(updates, _AVERAGES)
         attributes[_AVERAGES] = [averages[updates._get_variable_index(variable)] for variable in variables]
@@ -99,22 +92,13 @@ def updating(optimizer: Any, variables: Sequence[Any], values: Sequence[tf.Varia
 
 @contextlib.contextmanager
 def _without_strategy(optimizer: Any) -> Iterator[None]:
-    """Within this context the optimizer and its inner one belong to no `tf.distribute.Strategy`."""
     with contextlib.ExitStack() as stack:
-        for part in {id(optimizer): optimizer, id(inner(optimizer)): inner(optimizer)}.values():
+        for part in with_inner(optimizer):
             stack.enter_context(with_attributes(part, {"_distribution_strategy": _NO_STRATEGY}))
         yield
 
 
 _NO_STRATEGY = tf.distribute.get_strategy()
-
-
-def _with_keys(original: Callable[[Any], Any], keys: dict[Any, Any]) -> Callable[[Any], Any]:
-    def var_key(variable: Any) -> Any:
-        key = original(variable)
-        return keys.get(key, key)
-
-    return var_key
 
 
 def build(optimizer: Any, variables: Sequence[Any], values: Sequence[tf.Variable]) -> None:

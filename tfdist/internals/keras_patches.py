@@ -16,8 +16,8 @@ from keras.src.optimizers.base_optimizer import BaseOptimizer
 from keras.src.trainers import trainer as trainer_module
 
 from tfdist.errors import UsageError
-from tfdist.internals.attached import Attached
-from tfdist.internals.tensorflow_patches import surround, surrounded, with_attributes
+from tfdist.internals.keras import inner
+from tfdist.internals.patching import Attached, surround, surrounded, with_attributes
 
 
 class _Thread(threading.local):
@@ -124,8 +124,7 @@ def set_around_apply(optimizer: Any, around: AroundApply) -> None:
 
 def around_apply(optimizer: Any) -> AroundApply | None:
     """The function that `set_around_apply` has set for `optimizer` or for its inner optimizer."""
-    inner = getattr(optimizer, "inner_optimizer", optimizer)
-    return _around_apply.get(inner) or _around_apply.get(optimizer)
+    return _around_apply.get(inner(optimizer)) or _around_apply.get(optimizer)
 
 
 def require_reduced_once(optimizer: Any) -> None:

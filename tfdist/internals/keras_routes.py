@@ -27,8 +27,7 @@ from typing import Any
 from keras.src.backend.tensorflow import trainer as tensorflow_trainer
 
 from tfdist.errors import UsageError
-from tfdist.internals.attached import Attached
-from tfdist.internals.tensorflow_patches import SharedPatch, surround
+from tfdist.internals.patching import Attached, SharedPatch, surround
 
 # The methods of a model that are routed to its strategy.
 ROUTED = ("fit", "evaluate", "predict", "train_on_batch", "test_on_batch", "predict_on_batch")

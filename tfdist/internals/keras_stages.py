@@ -17,9 +17,8 @@ from keras.src.models.functional import Functional
 from keras.src.ops.function import Function
 
 from tfdist.errors import UsageError
-from tfdist.internals.attached import Attached
-from tfdist.internals.keras import optimizers, set_tf_variable, tf_variable
-from tfdist.internals.tensorflow_patches import surrounded
+from tfdist.internals.keras import optimizers, set_tf_variable, tf_variable, with_inner
+from tfdist.internals.patching import Attached, surrounded
 from tfdist.internals.tensorflow_variables import free
 
 
@@ -200,8 +199,8 @@ class _Evicted(type):
 def move_slots(model: Any) -> None:
     """Moves the slots of the optimizers of `model` to the devices of their variables."""
     for outer in optimizers(model):
-        for optimizer in (outer, getattr(outer, "inner_optimizer", None)):
-            if optimizer is None or not getattr(optimizer, "built", False):
+        for optimizer in with_inner(outer):
+            if not getattr(optimizer, "built", False):
                 continue
             variables = optimizer._trainable_variables
             for slots in list(vars(optimizer).values()):

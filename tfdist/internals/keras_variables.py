@@ -19,9 +19,9 @@ from keras.src.random.seed_generator import GLOBAL_SEED_GENERATOR, global_seed_g
 from tensorflow.python.ops import resource_variable_ops
 
 from tfdist.internals import tensorflow as tensorflow_internals
-from tfdist.internals import tensorflow_functions
-from tfdist.internals.keras import containers_of, optimizers, set_tf_variable, tf_variable
-from tfdist.internals.tensorflow_patches import SharedPatch, surround, surrounded, with_attributes
+from tfdist.internals import tensorflow_graphs
+from tfdist.internals.keras import containers_of, optimizers, set_tf_variable, tf_variable, with_inner
+from tfdist.internals.patching import SharedPatch, surround, surrounded, with_attributes
 
 
 @contextlib.contextmanager
@@ -82,7 +82,7 @@ def fill_large_variables_in_place() -> None:
         if size_bytes < _LARGE_BYTES or not tf.executing_eagerly():
             original(variable, initializer)
             return
-        with tensorflow_functions.optimized(constant_folding=False):
+        with tensorflow_graphs.optimized(constant_folding=False):
             original(variable, _in_place(initializer))
         _unshare_copies(variable._value)
 
@@ -154,7 +154,6 @@ def on_plain_variables(model: Any, variables: Sequence[Any]) -> Iterator[None]:
         for container, key in containers_of(model, tf.distribute.DistributedValues)
         if isinstance(container, dict | list)
     ]
-    inner = [part for o in optimizers(model) for part in (o, getattr(o, "inner_optimizer", None)) if part is not None]
     plain = {
         id(value): tf.Variable(value.numpy(), dtype=value.dtype, trainable=value.trainable) for *_, value in mirrored
     }
@@ -167,7 +166,7 @@ def on_plain_variables(model: Any, variables: Sequence[Any]) -> Iterator[None]:
         for container, key, value in mirrored:
             stack.callback(_put, container, key, value)
             _put(container, key, plain[id(value)])
-        for optimizer in inner:
+        for optimizer in (part for outer in optimizers(model) for part in with_inner(outer)):
             indices = {optimizer._var_key(v): index for index, v in enumerate(optimizer._trainable_variables)}
             attributes = {
                 "_distribution_strategy": tf.distribute.get_strategy(),

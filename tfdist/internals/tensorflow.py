@@ -1,29 +1,36 @@
-"""The private parts of TensorFlow that tfdist calls, reads and extends.
+"""The private parts of TensorFlow that tfdist calls, reads, extends and replaces.
 
-`tfdist.internals.tensorflow_patches` replaces functions of TensorFlow. Both modules were written for TensorFlow 2.21.0,
-and `tests/test_tensorflow_internals.py` fails when TensorFlow changes a part that they use.
+Written for TensorFlow 2.21.0; `tests/test_tensorflow_internals.py` fails when TensorFlow changes a part that this uses.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
+import io
 import math
 import multiprocessing.pool
 import signal
+import tempfile
 import threading
 import time
 import traceback
 import weakref
+import zipfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import tensorflow as tf
 from tensorflow.compiler.xla.tsl.protobuf import coordination_config_pb2
+from tensorflow.python.data.ops import multi_device_iterator_ops
 from tensorflow.python.distribute import cross_device_ops, distribute_lib, one_device_strategy, sharded_variable, values
 from tensorflow.python.eager import context
-from tensorflow.python.ops import resource_variable_ops
+from tensorflow.python.ops import collective_ops, resource_variable_ops
 from tensorflow.python.profiler import profiler_v2
 
+from tfdist.internals import tensorflow_graphs
+from tfdist.internals.patching import surround, surrounded
 from tfdist.jobs.world import World
 
 SEEN_IN = "2.21.0"
@@ -32,19 +39,19 @@ SEEN_IN = "2.21.0"
 ShardedVariable = sharded_variable.ShardedVariable
 
 
-def set_container(part: tf.Variable, whole: Any) -> None:
-    """Marks `part` as a part of the variable `whole`: Keras' optimizers then use the slots of `whole` for it."""
-    part._distributed_container = weakref.ref(whole)
+def set_container(part: tf.Variable, variable: Any) -> None:
+    """Marks `part` as a part of a sharded `variable`: Keras' optimizers then use the slots of `variable` for it."""
+    part._distributed_container = weakref.ref(variable)
 
 
-def first_rows(whole: Any) -> list[int]:
+def first_rows(variable: Any) -> list[int]:
     """The index of the first row of each part of a sharded variable."""
-    return [offset[0] for offset in whole._var_offsets]
+    return [offset[0] for offset in variable._var_offsets]
 
 
-def slices_by_part(whole: Any, slices: tf.IndexedSlices) -> list[tf.IndexedSlices]:
+def slices_by_part(variable: Any, slices: tf.IndexedSlices) -> list[tf.IndexedSlices]:
     """`slices` divided among the parts of a sharded variable; the row indices count from the start of each part."""
-    return list(whole._decompose_indexed_slices(slices))
+    return list(variable._decompose_indexed_slices(slices))
 
 
 @contextlib.contextmanager
@@ -276,29 +283,13 @@ class ReducingExtended(one_device_strategy.OneDeviceExtended):
 
 
 @contextlib.contextmanager
-def collected_graphs() -> Iterator[list[Any]]:
-    """Collects the graphs, a `GraphDef` per device, that TensorFlow makes in this context to run functions.
-
-    The list is filled at the end of the context. It lacks functions that have run before.
-    """
-    graphs: list[Any] = []
-    context.context().enable_run_metadata()
-    context.context().export_run_metadata()  # discards what others, such as TensorBoard, have collected
-    try:
-        yield graphs
-        graphs += context.context().export_run_metadata().partition_graphs
-    finally:
-        context.context().disable_run_metadata()
-
-
-@contextlib.contextmanager
 def scratch_graph(scope: Callable[[], Any]) -> Iterator[Callable[[], Any]]:
     """A graph that never runs; variables are made outside of it, in the context `scope()`, with their initial values.
 
     Yields what `variables_made_in` yields. `tf.function` would make the initial values a part of its graph, from where
     TensorFlow's strategies cannot copy them to their devices.
     """
-    with tf.__internal__.FuncGraph("scratch").as_default(), variables_made_in(scope) as outside:
+    with tensorflow_graphs.empty_graph("scratch").as_default(), variables_made_in(scope) as outside:
         yield outside
 
 
@@ -337,3 +328,103 @@ def placeholders(spec: Any) -> Any:
         for leaf in tf.nest.flatten(spec, expand_composites=True)
     ]
     return tf.nest.pack_sequence_as(spec, flat, expand_composites=True)
+
+
+# The collectives that `tf.distribute.MultiWorkerMirroredStrategy` uses in its steps and when it makes a variable.
+COLLECTIVES = ("all_reduce_v2", "all_gather_v2", "broadcast_send", "broadcast_recv")
+
+
+@contextlib.contextmanager
+def computing_gradients_in(context: Callable[[], contextlib.AbstractContextManager[Any]]) -> Iterator[None]:
+    """Within this context and thread each `tf.GradientTape.gradient` computes in the context `context()`."""
+    thread = threading.get_ident()
+
+    def call(original: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
+        with context() if threading.get_ident() == thread else contextlib.nullcontext():
+            return original(*arguments, **named)
+
+    with surrounded(tf.GradientTape, "gradient", call):
+        yield
+
+
+def around_collectives(around: Callable[[Callable[[], tf.Tensor], Sequence[tf.Tensor]], tf.Tensor]) -> None:
+    """From now on `around(make, inputs)` makes each collective operation of TensorFlow's strategies."""
+
+    def call(original: Callable[..., tf.Tensor], first: Any, *arguments: Any, **named: Any) -> tf.Tensor:
+        # The receiver of a broadcast passes a shape in place of a tensor.
+        inputs = [first] if tf.is_tensor(first) else []
+        return around(lambda: original(first, *arguments, **named), inputs)
+
+    for name in COLLECTIVES:
+        surround(collective_ops, name, call)
+
+
+def around_variables(
+    strategy: tf.distribute.ParameterServerStrategy, create: Callable[..., Any], update: Callable[..., Any]
+) -> None:
+    """From now on `create(make, **arguments)` makes each variable of `strategy`, and `update(apply, ...)` updates it.
+
+    `make(**arguments)` makes a variable as the strategy does; `apply(variable, function, arguments)` calls
+    `function(variable, *arguments)` as the strategy does, on the variable's device.
+    """
+    extended = strategy.extended
+    make, apply = extended._create_variable, extended._update
+
+    def make_around(next_creator: Any, **arguments: Any) -> Any:
+        if arguments.get("initial_value") is None:  # a variable that is being loaded
+            return make(next_creator, **arguments)
+        return create(functools.partial(make, next_creator), **arguments)
+
+    def update_around(variable: Any, function: Any, args: Any, kwargs: Any, group: bool) -> Any:
+        return update(
+            lambda part, inner, arguments: apply(part, inner, tuple(arguments), kwargs, group), variable, function, args
+        )
+
+    extended._create_variable, extended._update = make_around, update_around
+
+
+_IGNORE_FUNCTIONS = 1  # the value in `ExternalStatePolicy` of TensorFlow's dataset options
+
+
+def iterator_state(iterator: Any) -> bytes:
+    """The state of an iterator over a `tf.data.Dataset`: its position and buffers, such as the shuffle buffer.
+
+    State inside functions of the input pipeline, such as a random generator, is left out. The public
+    `tf.train.Checkpoint` rejects pipelines with stateful functions, such as a decoder in Python.
+
+    Raises:
+        tf.errors.OpError: a part of the pipeline cannot save its state, such as a Python generator.
+    """
+    handle = iterator._iterator_resource
+    state = tf.raw_ops.SerializeIterator(resource_handle=handle, external_state_policy=_IGNORE_FUNCTIONS)
+    with tempfile.TemporaryDirectory() as folder, io.BytesIO() as packed:
+        # Only a file can hold tensors of this type.
+        tf.raw_ops.SaveV2(prefix=f"{folder}/it", tensor_names=["it"], shape_and_slices=[""], tensors=[state])
+        with zipfile.ZipFile(packed, "w") as archive:
+            for path in sorted(Path(folder).iterdir()):
+                archive.write(path, path.name)
+        return packed.getvalue()
+
+
+def restore_iterator(iterator: Any, state: bytes) -> None:
+    """Restores the `iterator_state` of another iterator over the same input pipeline.
+
+    Raises:
+        tf.errors.OpError: `state` lacks a part of the pipeline, because it is from another pipeline.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        with zipfile.ZipFile(io.BytesIO(state)) as archive:
+            archive.extractall(folder)
+        (restored,) = tf.raw_ops.RestoreV2(
+            prefix=f"{folder}/it", tensor_names=["it"], shape_and_slices=[""], dtypes=[tf.variant]
+        )
+        tf.raw_ops.DeserializeIterator(resource_handle=iterator._iterator_resource, serialized=restored)
+
+
+def device_iterator(dataset: tf.data.Dataset, devices: Sequence[str]) -> Any:
+    """An iterator that distributes elements to `devices` in turn, each prefetched to its device.
+
+    `get_next()` returns a list of one element per device. `tf.distribute.MirroredStrategy` reads this iterator; the
+    public `tf.data.experimental.prefetch_to_device` supports only one device.
+    """
+    return multi_device_iterator_ops.OwnedMultiDeviceIterator(dataset, list(devices))

@@ -15,7 +15,7 @@ import tensorflow as tf
 from tensorflow.python.eager import context
 from tensorflow.python.ops import gen_script_ops, resource_variable_ops, script_ops
 
-from tfdist.internals import tensorflow_functions
+from tfdist.internals import tensorflow_graphs
 
 # The number of steps of a job that may fail by a broken connection to a server before the job ends. A single reset of a
 # few connections exceeds TensorFlow's default of 3; a server that has exited causes 100 failures at once.
@@ -98,8 +98,8 @@ def variable_of_process(name: str, shape: Sequence[int], dtype: tf.DType, stands
         [handle]
     )
     if stands_for is not None:
-        whole = getattr(stands_for, "_distributed_container", lambda: stands_for)()
-        variable._unique_id = whole._unique_id
+        variable_with_slots = getattr(stands_for, "_distributed_container", lambda: stands_for)()
+        variable._unique_id = variable_with_slots._unique_id
     return variable
 
 
@@ -115,7 +115,7 @@ def variable_of_execution(value: Any) -> Any:
 
 def is_changed(variable: Any) -> bool:
     """Whether the current graph does more with a `variable_of_execution` than to initialize and read it."""
-    outside, inside = tensorflow_functions.captured(tf.compat.v1.get_default_graph())
+    outside, inside = tensorflow_graphs.captured(tf.compat.v1.get_default_graph())
     captured = [placeholder for tensor, placeholder in zip(outside, inside, strict=True) if tensor is variable.handle]
     consumers = [user for handle in captured or [variable.handle] for user in handle.consumers()]
     uses = [user for user in consumers if user.type != "ReadVariableOp"]
@@ -124,15 +124,9 @@ def is_changed(variable: Any) -> bool:
 
 def is_computed_from(tensor: tf.Tensor, variables: Sequence[Any]) -> bool:
     """Whether a tensor of the current graph depends on any of these `variable_of_execution`s."""
-    outside, inside = tensorflow_functions.captured(tf.compat.v1.get_default_graph())
+    outside, inside = tensorflow_graphs.captured(tf.compat.v1.get_default_graph())
     ids = {id(variable.handle) for variable in variables}
     handles = {variable.handle.name for variable in variables if variable.handle.graph is tensor.graph}
     handles |= {placeholder.name for outer, placeholder in zip(outside, inside, strict=True) if id(outer) in ids}
-    waiting, seen = [tensor], {tensor.name}
-    while waiting:
-        new = [source for source in waiting.pop().op.inputs if source.name not in seen]
-        if any(source.name in handles for source in new):
-            return True
-        seen.update(source.name for source in new)
-        waiting += new
-    return False
+    reached = tensorflow_graphs.ancestors([tensor.op], lambda operation: [source.op for source in operation.inputs])
+    return any(source.name in handles for operation in reached.values() for source in operation.inputs)

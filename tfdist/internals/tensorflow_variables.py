@@ -152,17 +152,13 @@ def filled(variable: tf.Variable) -> Iterator[np.ndarray]:
     with tf.device("CPU:0"):
         value = tf.raw_ops.Empty(shape=variable.shape.as_list(), dtype=variable.dtype)
     # The tensor is new and not shared, so its memory may be written to, although NumPy does not allow it.
-    yield np.ctypeslib.as_array((ctypes.c_uint8 * size_bytes(variable)).from_address(_address(value)))
+    yield np.ctypeslib.as_array((ctypes.c_uint8 * size_bytes(variable)).from_address(np.asarray(value).ctypes.data))
     tf.raw_ops.AssignVariableOp(resource=variable.handle, value=value)
 
 
 def free(variable: tf.Variable) -> None:
     """Frees the memory of a value that is no longer read."""
     tf.raw_ops.AssignVariableOp(resource=variable.handle, value=tf.zeros([0], variable.dtype))
-
-
-def _address(value: tf.Tensor) -> int:
-    return int(np.asarray(value).ctypes.data)
 
 
 def fill(variable: tf.Variable, values: np.ndarray) -> None:

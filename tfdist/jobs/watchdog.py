@@ -8,7 +8,7 @@ of them.
 Synopsis:
 
     counter = CollectiveCounter()
-    tensorflow_patches.around_collectives(counter.around)
+    tensorflow_internals.around_collectives(counter.around)
     watch = Watch(seconds=60.0, counts=counter.counts, abort=tensorflow_internals.abort_collectives)
 """
 

@@ -17,8 +17,8 @@ from tfdist.checkpointing import state as training_state
 from tfdist.interface import state as strategy_state
 from tfdist.interface.strategy import Strategy
 from tfdist.interface.variables import broadcast_array
-from tfdist.internals import tensorflow_functions, tensorflow_variables
-from tfdist.internals.attached import Attached
+from tfdist.internals import tensorflow_graphs, tensorflow_variables
+from tfdist.internals.patching import Attached
 from tfdist.jobs import consensus
 
 _captured: Attached[dict[int, tf.Tensor]] = Attached("captured_variables")  # the handles, by id
@@ -32,11 +32,11 @@ class CapturedVariable:
 
     def numpy(self) -> np.ndarray:
         """Returns a copy of the value."""
-        return tensorflow_functions.value(self._handle)
+        return tensorflow_graphs.value(self._handle)
 
     def assign(self, value: Any) -> None:
         """Sets the value."""
-        tensorflow_functions.set_value(self._handle, value)
+        tensorflow_graphs.set_value(self._handle, value)
 
 
 def of_graph(strategy: Strategy, model: Any, graph: Any) -> list[tf.Tensor]:
@@ -49,7 +49,7 @@ def of_graph(strategy: Strategy, model: Any, graph: Any) -> list[tf.Tensor]:
     with strategy.tracing(model):  # selects the same copies as the traced step
         known = {id(tensorflow_variables.copies(variable)[0].handle) for variable in tracked}
     known |= set(strategy.variables_in_parts(model))
-    unknown = [handle for handle in tensorflow_functions.variables_of(graph) if id(handle) not in known]
+    unknown = [handle for handle in tensorflow_graphs.variables_of(graph) if id(handle) not in known]
     return [handle for handle in unknown if mesh is None or mesh.is_common(handle)]
 
 
@@ -78,7 +78,7 @@ def broadcast(strategy: Strategy, model: Any, graph: Any = None) -> None:
         _broadcast(strategy, list(captured.values()))
         return
     handles = of_graph(strategy, model, graph)
-    described = list(map(tensorflow_functions.described, handles))
+    described = list(map(tensorflow_graphs.described, handles))
     consensus.require_equal_variables(strategy, described, "what a step uses besides the model")
     _broadcast(strategy, handles)
     _captured.set(model, captured | {id(handle): handle for handle in handles})
@@ -87,7 +87,7 @@ def broadcast(strategy: Strategy, model: Any, graph: Any = None) -> None:
 def _broadcast(strategy: Strategy, handles: list[tf.Tensor]) -> None:
     if not handles:
         return
-    values = [tf.io.serialize_tensor(tensorflow_functions.read(handle)).numpy() for handle in handles]
+    values = [tf.io.serialize_tensor(tensorflow_graphs.read(handle)).numpy() for handle in handles]
     lengths = consensus.broadcast_from_chief(strategy, list(map(len, values)))  # strings have different lengths
     is_chief = strategy.world.is_chief
     message = np.frombuffer(b"".join(values), np.uint8) if is_chief else np.empty(sum(lengths), np.uint8)
@@ -95,6 +95,6 @@ def _broadcast(strategy: Strategy, handles: list[tf.Tensor]) -> None:
     if is_chief:
         return
     for handle, part in zip(handles, np.split(message, np.cumsum(lengths)[:-1]), strict=True):
-        value = tf.io.parse_tensor(part.tobytes(), tensorflow_functions.read(handle).dtype)
+        value = tf.io.parse_tensor(part.tobytes(), tensorflow_graphs.read(handle).dtype)
         for copy in copies(strategy, [handle]):
             copy.assign(value)

@@ -31,7 +31,7 @@ import tensorflow as tf
 from tfdist.errors import DifferenceWarning
 from tfdist.groups.parts import Part
 from tfdist.internals import keras as keras_internals
-from tfdist.internals import tensorflow_functions, tensorflow_variables
+from tfdist.internals import tensorflow_graphs, tensorflow_variables
 from tfdist.loop.one_device_step import OneDeviceStep
 from tfdist.spmd.placements import Placed, Shard
 
@@ -123,9 +123,9 @@ class FirstStep:
     def _variables(self, model: Any) -> list[Variable]:
         """Returns the variables that the step uses; empty if the step cannot be computed twice."""
         graph = self._one_device.trace().graph
-        handles = tensorflow_functions.variables_of(graph)
-        size_bytes = sum(map(tensorflow_functions.size_bytes, handles))
-        if not tensorflow_functions.can_run_twice(graph) or size_bytes > _MOST_BYTES:
+        handles = tensorflow_graphs.variables_of(graph)
+        size_bytes = sum(map(tensorflow_graphs.size_bytes, handles))
+        if not tensorflow_graphs.can_run_twice(graph) or size_bytes > _MOST_BYTES:
             return []
         optimizer_variables = [v for optimizer in keras_internals.optimizers(model) for v in optimizer.variables]
         kinds = {
@@ -147,15 +147,15 @@ class FirstStep:
         ]
 
     def _values(self, variables: Sequence[Variable]) -> list[np.ndarray]:
-        return [tensorflow_functions.value(v.handle) if v.part is None else self._whole(v) for v in variables]
+        return [tensorflow_graphs.value(v.handle) if v.part is None else self._whole(v) for v in variables]
 
     def _whole(self, variable: Variable) -> np.ndarray:
         """Returns the whole value of a variable that is sharded over the processes."""
         assert variable.part is not None
-        part, shard = tensorflow_functions.value(variable.part.tensors[0]), variable.part.placement
+        part, shard = tensorflow_graphs.value(variable.part.tensors[0]), variable.part.placement
         if not isinstance(shard, Shard):
             return part
-        whole_shape = tensorflow_functions.shape(variable.handle)
+        whole_shape = tensorflow_graphs.shape(variable.handle)
         lengths, rank = tuple(shard.lengths(whole_shape[shard.axis])), self._strategy.world.rank
         parts = [np.frombuffer(message, part.dtype) for message in self._strategy.exchange(part.tobytes())]
         return Part(whole_shape, lengths, rank, shard.axis).joined(parts)
@@ -174,20 +174,20 @@ class FirstStep:
         try:
             for variable, value in zip(variables, before, strict=True):
                 if variable.part is not None:
-                    tensorflow_functions.set_value(variable.handle, value)
+                    tensorflow_graphs.set_value(variable.handle, value)
             # Optimizing the graph takes longer than running it once without optimization.
             with (
                 tf.device(self._one_device.mesh.home),
-                tensorflow_functions.optimized(disable_meta_optimizer=True),
+                tensorflow_graphs.optimized(disable_meta_optimizer=True),
             ):
                 computed(state, batch)
-            return [tensorflow_functions.value(variable.handle) for variable in variables]
+            return [tensorflow_graphs.value(variable.handle) for variable in variables]
         except tf.errors.ResourceExhaustedError:
             return None
         finally:
             for variable, value in zip(variables, before, strict=True):
                 in_use = variable.part is None
-                tensorflow_functions.set_value(variable.handle, value if in_use else np.zeros(0))
+                tensorflow_graphs.set_value(variable.handle, value if in_use else np.zeros(0))
 
     def _different(self, changes: Sequence[Change]) -> list[Change]:
         largest: dict[str, float] = {}

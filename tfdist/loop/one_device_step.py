@@ -25,7 +25,7 @@ from tfdist.internals import (
 from tfdist.loop import building, captured_variables, metrics
 from tfdist.loop.recomputation import Recomputation
 from tfdist.optimizers import fused as fused_optimizers
-from tfdist.spmd import accumulators
+from tfdist.spmd import replica_variables
 from tfdist.spmd.draws import Streams
 from tfdist.spmd.placements import Partial, Placed, Shard
 from tfdist.spmd.rules import PER_REPLICA_PREFIX
@@ -102,7 +102,7 @@ class OneDeviceStep:
         variables = {id(tensorflow_variables.copies(v)[0].handle): v for v in self._steps.model.metrics_variables}
         divisible = {key: variable for key, variable in variables.items() if id(variable) not in self._read_in_steps}
         terms = {key: tensors for key, variable in divisible.items() if (tensors := self.mesh.terms(variable))}
-        usable = accumulators.usable(self._traced, set(terms))
+        usable = replica_variables.usable_as_accumulators(self._traced, set(terms))
         self.terms = {key: Placed(Partial(), tensors) for key, tensors in terms.items() if key in usable}
         self.summed = [variable for key, variable in variables.items() if key not in self.terms]
 

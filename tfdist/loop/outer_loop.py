@@ -42,8 +42,8 @@ from tfdist.interface.strategy import Strategy, seed_of_random
 from tfdist.interface.variables import checksum
 from tfdist.internals import keras as keras_internals
 from tfdist.internals import keras_data, keras_patches, keras_routes
-from tfdist.internals.attached import Attached
 from tfdist.internals.keras import tree
+from tfdist.internals.patching import Attached
 from tfdist.jobs import consensus
 from tfdist.loop import building, metrics, programs
 from tfdist.loop.epoch import EpochRunner

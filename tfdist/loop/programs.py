@@ -16,7 +16,7 @@ from tfdist.interface.program import Program, Steps
 from tfdist.interface.strategy import Strategy
 from tfdist.internals import keras as keras_internals
 from tfdist.internals import keras_data
-from tfdist.internals.attached import Attached
+from tfdist.internals.patching import Attached
 from tfdist.loop import building, steps_per_call
 from tfdist.loop.inner_loop import PredictProgram, StepProgram
 from tfdist.loop.one_replica_program import OneReplicaPredictProgram, OneReplicaProgram

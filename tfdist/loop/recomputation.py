@@ -21,7 +21,8 @@ from tfdist import registry
 from tfdist.errors import UsageError
 from tfdist.interface.strategy import BLOCKS
 from tfdist.internals import keras as keras_internals
-from tfdist.internals import keras_patches, tensorflow_patches
+from tfdist.internals import keras_patches
+from tfdist.internals import tensorflow as tensorflow_internals
 from tfdist.internals import tensorflow_graphs as graphs
 from tfdist.loop.forward_pass import ForwardPass, Key, Place, Segment, key
 
@@ -72,7 +73,7 @@ class Recomputation:
             return step
 
         def call(data: Any) -> Any:
-            with tf.name_scope(_SCOPE), tensorflow_patches.computing_gradients_in(lambda: tf.name_scope(_BACKWARD)):
+            with tf.name_scope(_SCOPE), tensorflow_internals.computing_gradients_in(lambda: tf.name_scope(_BACKWARD)):
                 return step(data)
 
         return call

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -39,7 +40,7 @@ def fused(
         xla: XLA compiles the steps.
         place: returns another variable with the same value, which the kernel updates instead; or `None`.
     """
-    inner = getattr(optimizer, "inner_optimizer", optimizer)
+    inner = keras_internals.inner(optimizer)
     kernel = KERNELS.get(type(inner))
     if kernel is _rmsprop and not inner.momentum:  # the kernel needs a momentum
         kernel = None
@@ -62,7 +63,6 @@ class _Scalars:
         self.optimizer = optimizer
         self.dtype = dtype
         self.learning_rate = tf.cast(tf.convert_to_tensor(learning_rate), dtype)
-        self._step: tf.Tensor | None = None
         self._powers: dict[float, tf.Tensor] = {}
         self._corrections: dict[float, tf.Tensor] = {}
 
@@ -80,12 +80,10 @@ class _Scalars:
             self._powers[base] = tf.pow(self.cast(base), tf.cast(self.step, self.dtype))
         return self._powers[base]
 
-    @property
+    @functools.cached_property
     def step(self) -> tf.Tensor:
         """The step number, which counts from 1."""
-        if self._step is None:
-            self._step = tf.convert_to_tensor(self.optimizer.iterations + 1)
-        return self._step
+        return tf.convert_to_tensor(self.optimizer.iterations + 1)
 
     def correction(self, decay: float) -> tf.Tensor:
         """The ratio of a kernel's moving average to Keras', where both start at zero and each uses its own weight.
@@ -119,7 +117,6 @@ def _update_step(
     scalars: dict[Any, _Scalars],
     place: Callable[[tf.Variable], tf.Variable | None],
 ) -> Callable[..., None]:
-    """The method `update_step` of a Keras optimizer with a kernel in it."""
     keras_update_step = optimizer.update_step
 
     def update_step(gradient: Any, variable: Any, learning_rate: Any) -> None:

@@ -6,7 +6,7 @@
 
 With N processes, the time of an update and the memory for slots are divided by N, and the two exchanges together send
 as many bytes as an all-reduce. The update is traced for one device, with a stand-in of the whole shape for each slot.
-For the partitioner a slot is a variable that is sharded along an axis (`tfdist.spmd.sharded_variables`), so that every
+For the partitioner a slot is a variable that is sharded along an axis (`tfdist.spmd.replica_variables`), so that every
 result that a step computes from it is that of one device.
 
 A kernel that updates a variable in place updates a temporary variable instead, which the partitioner can shard, too; it
@@ -19,34 +19,69 @@ arXiv:1910.02054, 2020; stages 1 and 2.
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 
 from tfdist import spmd
-from tfdist.groups import ProcessGroup
+from tfdist.groups import ProcessGroup, parts
 from tfdist.groups.parts import Part
+from tfdist.internals import keras as keras_internals
 from tfdist.internals import keras_optimizers, keras_variables, tensorflow_variables
 from tfdist.internals import tensorflow as tensorflow_internals
-from tfdist.optimizers.divided import DividedOptimizer, divide, local, undivide
 
 
-@dataclass
-class _StandIn:
-    """A variable in a traced step that stands for a sharded variable."""
+class DividedOptimizer:
+    """The part of an optimizer that this process has.
 
-    whole: tf.Variable  # has the whole shape, and no value
-    shard: spmd.Shard
-    variable: Any  # has the value of this process's shard; a Keras variable for a slot
-    is_sharded: bool = True  # otherwise this process has the whole value
+    Args:
+        optimizer: a Keras optimizer; built for all variables that it updates, or not built.
+        group: the processes.
+        meet: is called with the next action of this process; raises an error if the actions of processes differ.
+    """
 
-    @property
-    def placed(self) -> spmd.Placed:
-        """The placement of the variable, with the value in this process."""
-        handles = [local(self.variable).handle]
-        return spmd.Placed(self.shard, handles) if self.is_sharded else spmd.replicated(handles)
+    def __init__(self, optimizer: Any, group: ProcessGroup, meet: Callable[[str], None]):
+        self.optimizer = optimizer
+        self._group = group
+        self._meet = meet
+        self._gathered: dict[int, np.ndarray] | None = None  # within `whole`: the values by the `id` of the variable
+        # Keras saves an optimizer that scales the loss with the variables of its inner optimizer, and saves that again.
+        for saved in keras_internals.with_inner(optimizer):
+            keras_optimizers.saving_with(
+                saved, functools.partial(self._read, saved), functools.partial(self._write, saved)
+            )
+
+    @contextlib.contextmanager
+    def whole(self) -> Iterator[None]:
+        """The context in which a process can save the optimizer without the others; all processes enter it."""
+        self._gathered = dict(zip(map(id, self.optimizer.variables), self._read(self.optimizer), strict=True))
+        try:
+            yield
+        finally:
+            self._gathered = None
+
+    def _read(self, optimizer: Any) -> list[np.ndarray]:
+        """The whole values of an optimizer's variables; outside of `whole`, all processes call it."""
+        if self._gathered is not None:
+            return [self._gathered[id(variable)] for variable in optimizer.variables]
+        self._meet("gathers the state of an optimizer")
+        exchange = self._group.exchange
+        return [
+            np.asarray(variable.numpy()) if parts.part_of(variable) is None else parts.gathered(variable, exchange)
+            for variable in optimizer.variables
+        ]
+
+    def _write(self, optimizer: Any, values: list[Any]) -> None:
+        """Assigns whole values to an optimizer's variables."""
+        for variable, value in zip(optimizer.variables, values, strict=True):
+            if parts.part_of(variable) is None:
+                variable.assign(value)
+            else:
+                parts.fill(variable, np.asarray(value))
 
 
 class ShardedOptimizer(DividedOptimizer):
@@ -78,20 +113,23 @@ class ShardedOptimizer(DividedOptimizer):
             shape = shapes.get(id(slot), tuple(slot.shape))
             shard = self._shard(shape, local(slot).dtype)
             if shard is not None:
-                self._divide(slot, shape, shard)
+                whole = tensorflow_variables.without_value(shape, local(slot).dtype, local(slot).device)
+                divide(slot, self._part(shape, shard))
+                self._slots.append(_StandIn(whole, shard, slot))
 
     def _build(self, variables: Sequence[Any]) -> dict[int, tuple[int, ...]]:
         """Builds the optimizer, with sharded slots if it computes elementwise; returns their whole shapes by `id`."""
-        if type(keras_optimizers.inner(self.optimizer)) not in keras_optimizers.ELEMENTWISE:
+        if type(keras_internals.inner(self.optimizer)) not in keras_optimizers.ELEMENTWISE:
             self.optimizer.build(list(variables))
             return {}
-        parts = []
+        slots_for = []
         for variable in variables:
             tf_variable, shape = local(variable), tuple(variable.shape)
-            local_shape = self._local_shape(shape, self._shard(shape, tf_variable.dtype))
-            parts.append(tensorflow_variables.without_value(local_shape, tf_variable.dtype, tf_variable.device))
+            shard = self._shard(shape, tf_variable.dtype)
+            local_shape = shape if shard is None else self._part(shape, shard).shape
+            slots_for.append(tensorflow_variables.without_value(local_shape, tf_variable.dtype, tf_variable.device))
         with tf.init_scope(), tensorflow_internals.without_strategy():
-            keras_optimizers.build(self.optimizer, variables, parts)
+            keras_optimizers.build(self.optimizer, variables, slots_for)
         slots = zip(variables, keras_optimizers.slots_of(self.optimizer), strict=True)
         return {id(slot): tuple(variable.shape) for variable, slots_of_variable in slots for slot in slots_of_variable}
 
@@ -101,17 +139,8 @@ class ShardedOptimizer(DividedOptimizer):
             return None
         return spmd.Shard.evenly(shape, self._group.size)
 
-    def _local_shape(self, shape: tuple[int, ...], shard: spmd.Shard | None) -> list[int]:
-        """The shape of this process's part of a variable."""
-        local_shape = list(shape)
-        if shard is not None:
-            local_shape[shard.axis] = shard.lengths(shape[shard.axis])[self._group.rank]
-        return local_shape
-
-    def _divide(self, slot: Any, shape: tuple[int, ...], shard: spmd.Shard) -> None:
-        whole = tensorflow_variables.without_value(shape, local(slot).dtype, local(slot).device)
-        divide(slot, Part(shape, tuple(shard.lengths(shape[shard.axis])), self._group.rank, shard.axis))
-        self._slots.append(_StandIn(whole, shard, slot))
+    def _part(self, shape: tuple[int, ...], shard: spmd.Shard) -> Part:
+        return Part(shape, tuple(shard.lengths(shape[shard.axis])), self._group.rank, shard.axis)
 
     @property
     def variables(self) -> Mapping[int, spmd.Placed]:
@@ -138,7 +167,7 @@ class ShardedOptimizer(DividedOptimizer):
             shard = self._shard(shape, dtype)
             stand_in = None
             if shard is not None:
-                part = tensorflow_variables.without_value(self._local_shape(shape, shard), dtype, device)
+                part = tensorflow_variables.without_value(self._part(shape, shard).shape, dtype, device)
                 stand_in = _StandIn(tensorflow_variables.without_value(shape, dtype, device), shard, part)
             self._temporaries[key] = variable.handle, stand_in
         _, stand_in = self._temporaries[key]
@@ -152,7 +181,7 @@ class ShardedOptimizer(DividedOptimizer):
         """
         for stand_in in self._slots:
             if stand_in.is_sharded and (handles is None or id(stand_in.whole.handle) in handles):
-                undivide(stand_in.variable, self._group.exchange)
+                _undivide(stand_in.variable, self._group.exchange)
                 stand_in.is_sharded = False
         for stand_in in self._stand_ins_of_temporaries:
             if handles is None or id(stand_in.whole.handle) in handles:
@@ -162,3 +191,50 @@ class ShardedOptimizer(DividedOptimizer):
         """Assigns whole values; all processes call it."""
         self._meet("loads the state of an optimizer")
         super()._write(optimizer, values)
+
+
+@dataclass
+class _StandIn:
+    """A variable in a traced step that stands for a sharded variable."""
+
+    whole: tf.Variable  # has the whole shape, and no value
+    shard: spmd.Shard
+    variable: Any  # has the value of this process's shard; a Keras variable for a slot
+    is_sharded: bool = True  # otherwise this process has the whole value
+
+    @property
+    def placed(self) -> spmd.Placed:
+        """The placement of the variable, with the value in this process."""
+        handles = [local(self.variable).handle]
+        return spmd.Placed(self.shard, handles) if self.is_sharded else spmd.replicated(handles)
+
+
+def local(variable: Any) -> tf.Variable:
+    """The `tf.Variable` of a Keras variable in this process; the first if there are copies."""
+    return tensorflow_variables.copies(variable)[0]
+
+
+def divide(slot: Any, part: Part) -> None:
+    """Reduces a slot to the part of this process, unless it is that part already."""
+    if parts.part_of(slot) is None:
+        if tuple(slot.shape) != part.shape:
+            _replace(slot, part.of(tensorflow_variables.read(local(slot))))
+        parts.mark(slot, part)
+
+
+def _undivide(slot: Any, exchange: Callable[[bytes], list[bytes]]) -> None:
+    """Gives every process the whole slot again; all processes call it."""
+    value = parts.gathered(slot, exchange)
+    parts.mark(slot, None)
+    _replace(slot, value)
+
+
+def _replace(slot: Any, value: np.ndarray) -> None:
+    """Gives a slot a value of another shape, in a new plain variable."""
+    old = local(slot)
+    with tensorflow_internals.without_strategy():
+        new = tensorflow_variables.without_value(value.shape, old.dtype, old.device, slot.name)
+    tensorflow_variables.fill(new, np.ascontiguousarray(value))
+    keras_internals.set_tf_variable(slot, new)
+    for copy in tensorflow_variables.copies(old):  # to which there may still be references
+        tensorflow_variables.free(copy)

@@ -18,7 +18,7 @@ import tensorflow as tf
 
 from tfdist import spmd
 from tfdist.internals import tensorflow as tensorflow_internals
-from tfdist.spmd import accumulators
+from tfdist.spmd import replica_variables
 from tfdist.spmd.placements import Placed
 
 # Has the user's Python functions, and its output is shown; in other modes too TensorFlow calls the functions there.
@@ -351,7 +351,8 @@ def _placeholders(like: Sequence[tf.Tensor]) -> list[tf.Tensor]:
 
 def _changes_variables(operation: tf.Operation) -> bool:
     resources = any(tensor.dtype == tf.resource for tensor in operation.inputs)
-    return resources and operation.op_def.is_stateful and operation.type not in (accumulators.READ, "ResourceGather")
+    reads = operation.type in (replica_variables.READ, "ResourceGather")
+    return resources and operation.op_def.is_stateful and not reads
 
 
 def _term_specs(term: tf.Tensor, shape: tf.TensorShape, shard: spmd.Shard | None, count: int) -> list[tf.TensorSpec]:

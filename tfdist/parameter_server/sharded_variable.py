@@ -22,7 +22,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfdist.internals import keras as keras_internals
-from tfdist.internals import keras_optimizers, tensorflow_patches
+from tfdist.internals import keras_optimizers
 from tfdist.internals import tensorflow as tensorflow_internals
 from tfdist.internals.keras import tf_variable
 
@@ -184,4 +184,4 @@ def install(strategy: tf.distribute.ParameterServerStrategy, parts: int) -> None
                 apply(part, function, [pieces[number] for pieces in split])
         return None
 
-    tensorflow_patches.around_variables(strategy, create, update)
+    tensorflow_internals.around_variables(strategy, create, update)

@@ -25,7 +25,7 @@ from tfdist.data.input import batch_parts
 from tfdist.errors import CostWarning
 from tfdist.interface.program import AtNan, Logs, Steps
 from tfdist.internals import keras as keras_internals
-from tfdist.internals import keras_data, tensorflow_coordinator, tensorflow_functions
+from tfdist.internals import keras_data, tensorflow_coordinator, tensorflow_graphs
 from tfdist.internals import tensorflow as tensorflow_internals
 from tfdist.internals.keras import tf_variable
 from tfdist.loop.one_device_step import OneDeviceStep, Rows, step_of
@@ -43,7 +43,7 @@ from tfdist.parameter_server.round_mesh import (
     WholeStep,
 )
 from tfdist.parameter_server.sharded_variable import FIRST_SERVER
-from tfdist.spmd import accumulators
+from tfdist.spmd import replica_variables
 from tfdist.spmd.draws import Streams
 from tfdist.spmd.placements import Partial, Placed, Shard
 
@@ -168,14 +168,14 @@ class _ClosuresOfStep:
         self.is_divisible = self._shard is not None
         self._buffers = ExchangeBuffers(_ServerOfValue(model))
         self._metrics = [(id(tf_variable(variable).handle), variable) for variable in model.metrics_variables]
-        added_locally = accumulators.only_added_to(self._traced, self._step.terms)
+        added_locally = replica_variables.only_added_to(self._traced, self._step.terms)
         self._terms = {key: terms for key, terms in self._step.terms.items() if key in added_locally}
-        outside, inside = tensorflow_functions.captured(self._traced.graph)
+        outside, inside = tensorflow_graphs.captured(self._traced.graph)
         self._handles = {id(handle): handle for handle in outside}
         changed = {
             id(handle)
             for handle, placeholder in zip(outside, inside, strict=True)
-            if not all(operation.type == accumulators.READ for operation in placeholder.consumers())
+            if not all(operation.type == replica_variables.READ for operation in placeholder.consumers())
         }
         self.metrics_updated = {id(variable) for handle, variable in self._metrics if handle in changed}
         self._exchanged: list[ExchangedValue] = []
@@ -217,7 +217,7 @@ class _ClosuresOfStep:
             if not late:
                 early = [key for key, (first, _) in mesh.changed.items() if first < mesh.exchanges]
                 early = [key for key in early if key in self._handles and key not in self._terms]
-                can_copy = all(tensorflow_functions.is_variable(self._handles[key]) for key in early)
+                can_copy = all(tensorflow_graphs.is_variable(self._handles[key]) for key in early)
                 self._exchanged = mesh.exchanged
                 return (mesh.exchanges, early) if can_copy else (0, [])
             for key in late:
@@ -330,5 +330,5 @@ class _ServerOfValue:
 
 def _copy(handle: tf.Tensor) -> Placed:
     """Returns a variable of this execution that starts at the value of the variable with `handle`."""
-    copy = tensorflow_coordinator.variable_of_execution(tensorflow_functions.read(handle))
+    copy = tensorflow_coordinator.variable_of_execution(tensorflow_graphs.read(handle))
     return spmd.replicated([copy.handle])

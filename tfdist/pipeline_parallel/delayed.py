@@ -23,8 +23,8 @@ from tfdist.interface.program import Logs, Steps
 from tfdist.internals import keras as keras_internals
 from tfdist.internals import keras_variables, tensorflow_variables
 from tfdist.internals import tensorflow as tensorflow_internals
-from tfdist.internals.attached import Attached
 from tfdist.internals.keras import tf_variable
+from tfdist.internals.patching import Attached
 from tfdist.loop.inner_loop import StepProgram
 from tfdist.loop.one_replica_program import OneReplicaProgram
 from tfdist.loop.partitioned_program import PartitionedProgram

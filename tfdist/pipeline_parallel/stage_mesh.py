@@ -20,7 +20,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfdist.groups.arrays import ArrayGroup
-from tfdist.internals import tensorflow_functions, tensorflow_graphs
+from tfdist.internals import tensorflow_graphs
 from tfdist.pipeline_parallel import ordering, placement
 from tfdist.pipeline_parallel.pipeline_mesh import PipelineMesh, warn_of_gpipe
 from tfdist.pipeline_parallel.schedule import Schedule, Task
@@ -141,7 +141,7 @@ class StageMesh(PipelineMesh):
 
     def _write_stage(self, graph: Any) -> list[Any]:
         """Writes the stage of this process into the current graph; returns the outputs of the graph of all stages."""
-        outside, _ = tensorflow_functions.captured(graph)
+        outside, _ = tensorflow_graphs.captured(graph)
         places = [self._owner(tensor) for tensor in outside]
         stages, micro_batches = len(self.stage_devices), self._steps * len(self.local)
         staged, in_schedule = _staged(graph, places, self._schedule, stages, micro_batches)
@@ -169,12 +169,12 @@ def _staged(
         stages: the number of stages.
         micro_batches: the number of micro-batches.
     """
-    operations = tensorflow_functions.in_order(graph)
+    operations = tensorflow_graphs.in_order(graph)
     predecessors: dict[str, list[tf.Operation]] = {}
     for _, last, first in ordering.edges(operations, schedule, stages, micro_batches):
         for operation in first:
             predecessors.setdefault(operation.name, []).extend(last)
-    ordered = tensorflow_functions.in_order(graph, predecessors, _priorities(operations, predecessors))
+    ordered = tensorflow_graphs.in_order(graph, predecessors, _priorities(operations, predecessors))
     in_schedule = len(ordered) == len(operations)
     staged = StagedGraph(graph, inputs, ordered if in_schedule else operations, stages)
     staged.send_outputs([None] * len(graph.outputs))
@@ -241,7 +241,7 @@ class _StageWriter:
     def copied(self, operation: tf.Operation, inputs: Sequence[tf.Tensor]) -> tf.Operation:
         """Returns a copy of an operation of this stage in the current graph."""
         name = operation.name if self._task_of(operation) else stage_names.without(operation.name)
-        return tensorflow_functions.copied(operation, inputs, name=name)
+        return tensorflow_graphs.copied(operation, inputs, name=name)
 
     def conditional(
         self, graph: StagedGraph, operation: tf.Operation, value_of: Callable[[tf.Tensor], tf.Tensor]

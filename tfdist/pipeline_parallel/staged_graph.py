@@ -18,9 +18,9 @@ from collections.abc import Sequence
 import tensorflow as tf
 
 from tfdist.errors import UsageError
-from tfdist.internals import tensorflow_functions
+from tfdist.internals import tensorflow_graphs
 from tfdist.pipeline_parallel import placement
-from tfdist.spmd.operation import runs_once
+from tfdist.spmd.flattening import runs_once
 
 Place = int | None  # a stage; `None` for all of them
 Key = tuple[str, int]  # the key of a tensor in its graph
@@ -150,8 +150,8 @@ class StagedGraph:
         inputs = [self.of(tensor) for tensor in operation.inputs[1:]]
         branches = []
         for attribute in ("then_branch", "else_branch"):
-            graph = tensorflow_functions.body(operation, attribute)
-            branches.append(StagedGraph(graph, inputs, tensorflow_functions.in_order(graph), self._stages))
+            graph = tensorflow_graphs.body(operation, attribute)
+            branches.append(StagedGraph(graph, inputs, tensorflow_graphs.in_order(graph), self._stages))
         self.branches[operation.name] = branches
         places = zip(*(map(branch.of, branch.graph.outputs) for branch in branches), strict=True)
         for tensor, places_in_branches in zip(operation.outputs, places, strict=True):

@@ -25,11 +25,11 @@ from tfdist.interface.variables import Variables
 from tfdist.internals import keras as keras_internals
 from tfdist.internals import keras_optimizers, keras_stages, keras_variables, tensorflow_variables
 from tfdist.internals import tensorflow as tensorflow_internals
-from tfdist.internals.attached import Attached
+from tfdist.internals.patching import Attached
 from tfdist.jobs import consensus
 from tfdist.jobs.world import World
 from tfdist.loop.partitioned_program import PartitionedPredictProgram, PartitionedProgram
-from tfdist.optimizers.divided import DividedOptimizer, divide, local
+from tfdist.optimizers.sharded import DividedOptimizer, divide, local
 from tfdist.options import Count
 from tfdist.pipeline_parallel import delayed, placement, plan
 from tfdist.pipeline_parallel.delayed import DelayedProgram
@@ -107,7 +107,7 @@ class StageOptimizer(DividedOptimizer):
     def _make_slots(self, variables: list[Any]) -> None:
         if not self.optimizer.built:
             # An elementwise optimizer has slots with the shapes of the variables that it is built for.
-            by_element = type(keras_optimizers.inner(self.optimizer)) in keras_optimizers.ELEMENTWISE
+            by_element = type(keras_internals.inner(self.optimizer)) in keras_optimizers.ELEMENTWISE
             plain = [
                 local(variable)
                 if self._parts[id(variable)].size or not by_element
@@ -199,7 +199,7 @@ class DelayedStageProgram(_WithMessages, DelayedProgram):
         super().__init__(strategy, steps)
         optimizer, stages = steps.model.optimizer, strategy.world.world_size
         # With loss scaling or clipping by the global norm, an update needs values from all stages.
-        waits = keras_optimizers.inner(optimizer) is not optimizer or bool(optimizer.global_clipnorm)
+        waits = keras_internals.inner(optimizer) is not optimizer or bool(optimizer.global_clipnorm)
         # A step begins before the loss of the previous one is known.
         if not waits and steps.at_nan is AtNan.NOTHING and strategy.micro_batches >= stages - 1:
             self.steps_together = STEPS_TOGETHER
@@ -380,7 +380,7 @@ class StagesOfProcesses(JobStrategy):
 
     def finalize_variables(self, model: Any) -> None:
         stage_optimizer = _stage_optimizer.get(model.optimizer)
-        if stage_optimizer is not None and keras_optimizers.inner(model.optimizer).use_ema:
+        if stage_optimizer is not None and keras_internals.inner(model.optimizer).use_ema:
             stage_optimizer.finalize()
 
     def _place(self, model: Any) -> None:

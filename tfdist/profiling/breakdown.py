@@ -1,4 +1,4 @@
-"""The time of a training step by activity, from the events of a trace, and what bounds the step.
+"""The time of a training step by activity, by layer and by type of operation, and what bounds the step.
 
 At each moment, the first activity in this list that applies counts: the step waits for its next batch (input); an
 operation computes; tensors are exchanged with other processes or devices (communication); the step waits for Python, a
@@ -13,12 +13,25 @@ Synopsis:
     (1.0, 4.0, 3.0, 2.0)
     >>> bound_of(step.shares())
     'compute'
+
+The costs of operations by layer and by type are derived from the names of the operations. Keras opens the scope of a
+layer for each call, and TensorFlow appends a number to a scope that already exists: when a step is traced,
+`cnn_1/conv2d_1` is the layer `conv2d` of the model `cnn`. In this case the last number is removed.
+
+    >>> layer_of("gradient_tape/cnn_1/conv2d_1_2/convolution/Conv2DBackpropFilter", "Conv2DBackpropFilter")
+    'conv2d_1, backward'
+    >>> layer_of("adam/ResourceApplyAdam_4", "ResourceApplyAdam")
+    'update of the weights'
+    >>> layer_of("while/body/_1/gradient_tape/while/cnn_1/dense_1/MatMul", "MatMul")
+    'dense, backward'
+    >>> kind_of("_MklNativeFusedConv2D")
+    'FusedConv2D'
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import astuple, dataclass
 from typing import Any, NamedTuple
 
@@ -29,6 +42,10 @@ EXCHANGE, MESSAGE = "tfdist_exchange", "tfdist_message"
 # These names, and the types of TensorFlow's and Horovod's operations that exchange tensors.
 _COMMUNICATION = re.compile(f"{EXCHANGE}|{MESSAGE}|:(Horovod|Collective|Nccl|_Send|_Recv|_HostSend|_HostRecv)")
 _BEGINS, _ENDS = "ExecutorState::ProcessAsync::Start", "ExecutorState::ProcessAsync::Done"
+
+_NUMBER = re.compile(r"_\d+$")
+# The prefix of the names of operations in a loop.
+_LOOP = re.compile(r"^.*\bwhile/(?:body/_\d+/)?(?:while/)?")
 
 FIRST_TO_TRY = {
     "compute": "let more devices share the batch, use `--dtype-policy mixed_bfloat16` where the hardware has it, or a "
@@ -67,6 +84,23 @@ class Breakdown:
         """Returns the share of each activity in a step, 0 to 1."""
         kinds = ("compute", "communication", "input", "waiting")
         return {kind: getattr(self, f"{kind}_seconds") / self.step_seconds for kind in kinds}
+
+
+@dataclass(frozen=True)
+class OpCost:
+    """The cost of one op in a trace.
+
+    Attributes:
+        name: the name in the graph, the same for all replicas.
+        type: the TensorFlow type; `Dataset` for a stage of the input pipeline.
+        share: the share of the self time of all ops, 0 to 1.
+        self_microseconds: the time in the op itself, without the ops it calls, over the whole trace and all replicas.
+    """
+
+    name: str
+    type: str
+    share: float
+    self_microseconds: float
 
 
 def is_communication(name: str) -> bool:
@@ -138,3 +172,45 @@ def advice(shares: Mapping[str, float]) -> str:
     kind = bound_of(shares)
     what = "The step is bound by waiting (latency)" if kind == "waiting" else f"The step is bound by {kind}"
     return f"{what}: {shares[kind]:.0%} of its time.\nTry first: {FIRST_TO_TRY[kind]}."
+
+
+def layer_of(name: str, kind: str) -> str:
+    """Returns the layer of the operation `name` of the type `kind`, with its direction, or else its purpose."""
+    if is_communication(f"{name}:{kind}"):
+        return "communication"
+    if kind == "Dataset" or kind.startswith("Iterator"):
+        return "input pipeline"
+    if "Apply" in kind:
+        return "update of the weights"
+    backward = "gradient_tape/" in name
+    first, *inside = _LOOP.sub("", name).removeprefix("gradient_tape/").split("/")
+    if first == "compile_loss":
+        return "loss"
+    if len(inside) < 2:  # not in the scope of a layer
+        return "other operations of the step"
+    layer = inside[0]
+    if _NUMBER.search(first):
+        layer = _NUMBER.sub("", layer)
+    return f"{layer}, {'backward' if backward else 'forward'}"
+
+
+def kind_of(kind: str) -> str:
+    """Returns the type of an operation without the prefix of its kernel's library."""
+    return re.sub(r"^_?(Mkl)?(Native)?", "", kind)
+
+
+def by_layer(ops: Iterable[OpCost]) -> dict[str, float]:
+    """Returns the share of each layer and direction, 0 to 1, the largest first."""
+    return _summed(ops, lambda op: layer_of(op.name, op.type))
+
+
+def by_kind(ops: Iterable[OpCost]) -> dict[str, float]:
+    """Returns the share of each type of operation, 0 to 1, the largest first."""
+    return _summed(ops, lambda op: kind_of(op.type))
+
+
+def _summed(ops: Iterable[OpCost], key: Callable[[OpCost], str]) -> dict[str, float]:
+    shares: dict[str, float] = {}
+    for op in ops:
+        shares[key(op)] = shares.get(key(op), 0.0) + op.share
+    return dict(sorted(shares.items(), key=lambda item: item[1], reverse=True))

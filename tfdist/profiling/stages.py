@@ -20,7 +20,6 @@ from dataclasses import dataclass
 
 Span = tuple[float, float]  # begin and end, in seconds
 
-_SCOPE = "tfdist_stage_{stage}_micro_batch_{micro_batch}"
 _IN_SCOPE = re.compile(r"tfdist_stage_(\d+)_micro_batch_(\d+)")
 # Transfers between devices and, in Python, between processes, which mostly wait.
 _TRANSFERS = (":_Send", ":_Recv", ":PyFuncStateless")
@@ -55,7 +54,7 @@ class Busy:
 
 def scope(stage: int, micro_batch: int) -> str:
     """Returns the name scope of a micro-batch in a stage."""
-    return _SCOPE.format(stage=stage, micro_batch=micro_batch)
+    return f"tfdist_stage_{stage}_micro_batch_{micro_batch}"
 
 
 def without(name: str) -> str:

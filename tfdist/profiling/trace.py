@@ -39,27 +39,11 @@ from typing import Any
 
 from tfdist.errors import RunFolderError, UsageError
 from tfdist.profiling import breakdown, stages
+from tfdist.profiling.breakdown import OpCost
 
 _MARKER = "train"
 # The ops that wait for the next batch; the second one belongs to a `for` loop over a dataset in a graph.
 _WAITS_FOR_INPUT = ("IteratorGetNextOp::DoCompute", "IteratorGetNextAsOptionalOp::DoCompute")
-
-
-@dataclass(frozen=True)
-class OpCost:
-    """The cost of one op in a trace.
-
-    Attributes:
-        name: the name in the graph, the same for all replicas.
-        type: the TensorFlow type; `Dataset` for a stage of the input pipeline.
-        share: the share of the self time of all ops, 0 to 1.
-        self_microseconds: the time in the op itself, without the ops it calls, over the whole trace and all replicas.
-    """
-
-    name: str
-    type: str
-    share: float
-    self_microseconds: float
 
 
 @dataclass(frozen=True)
@@ -115,14 +99,14 @@ def folder_of(log_dir: str | os.PathLike[str], run: str) -> Path:
     return Path(log_dir, "plugins", "profile", run)
 
 
-def put_beside(own_dir: str | os.PathLike[str], log_dir: str | os.PathLike[str], run: str, name: str) -> None:
-    """Moves the traces in `own_dir` to those of the other processes in `log_dir`, as hosts of one run."""
+def put_beside(local_dir: str | os.PathLike[str], log_dir: str | os.PathLike[str], run: str, name: str) -> None:
+    """Moves the traces in `local_dir` to those of the other processes in `log_dir`, as hosts of one run."""
     folder = folder_of(log_dir, run)
     folder.mkdir(parents=True, exist_ok=True)
-    for path in Path(own_dir).glob("plugins/profile/*/*.xplane.pb"):
+    for path in Path(local_dir).glob("plugins/profile/*/*.xplane.pb"):
         host = path.name.removesuffix(".xplane.pb")
         shutil.move(path, folder / f"{host}-{name}.xplane.pb")
-    shutil.rmtree(own_dir)
+    shutil.rmtree(local_dir)
 
 
 @contextlib.contextmanager
@@ -179,26 +163,27 @@ def summarize(log_dir: str | os.PathLike[str], top: int | None = 10) -> Summary:
         steps=max(map(len, marked)) or len(steps),
         step_seconds=total / len(usual) if usual else None,
         stages=_busy_stages(events),
-        breakdown=None if _has_device(table) else _breakdown(events),
+        breakdown=None if any(map(_is_on_device, _rows(table[0]))) else _breakdown(events),
     )
 
 
 def _busy_stages(events_of: Sequence[Sequence[Mapping[str, Any]]]) -> stages.Busy | None:
     """Summarizes the stages over all traced steps but the first, in which TensorFlow may trace a graph."""
-    processes = []
-    for events in events_of:
-        named = [(event.get("args", {}).get("long_name", ""), *_span(event)) for event in events]
-        busy = stages.busy(named, [_span(event) for event in events if _is_marker(event)][1:])
-        if busy is not None:
-            processes.append(busy)
-    return stages.of_all(processes) if processes else None
+    processes = [
+        stages.busy(
+            [(event.get("args", {}).get("long_name", ""), *_span(event)) for event in events], _steps(events)[1:]
+        )
+        for events in events_of
+    ]
+    known = [busy for busy in processes if busy is not None]
+    return stages.of_all(known) if known else None
 
 
 def _breakdown(events_of: Sequence[Sequence[Mapping[str, Any]]]) -> breakdown.Breakdown | None:
     """Breaks down the traced steps between the first and the last, over the processes that mark their steps."""
     processes = []
     for events in events_of:
-        steps = [_span(event) for event in events if _is_marker(event)][1:]
+        steps = _steps(events)[1:]
         # A thread that closes its last events late loses them when the trace ends, so the last step is incomplete.
         complete = steps[:-1] or steps
         process = breakdown.of_process(breakdown.operations_of(events), _fetches(events), complete)
@@ -265,10 +250,6 @@ def _op_costs(tables: Sequence[Mapping[str, Any]]) -> list[OpCost]:
     return sorted(costs, key=lambda cost: cost.self_microseconds, reverse=True)
 
 
-def _has_device(tables: Sequence[Mapping[str, Any]]) -> bool:
-    return any(_is_on_device(row) for row in _rows(tables[0]))
-
-
 def _is_on_device(row: Mapping[str, Any]) -> bool:
     return bool(row["host_or_device"] == "Device" and row["type"] != "IDLE")
 
@@ -295,16 +276,16 @@ def _events(file: str) -> list[dict[str, Any]]:
 def _marked_steps(events: Sequence[Mapping[str, Any]]) -> list[tuple[float, float]]:
     """Returns the same from the events of one host: its step markers, and the fetches that overlap them."""
     fetches = _fetches(events)
-    steps = [_span(event) for event in events if _is_marker(event)]
-    return [(end - begin, stages.covered(fetches, begin, end)) for begin, end in steps]
+    return [(end - begin, stages.covered(fetches, begin, end)) for begin, end in _steps(events)]
 
 
 def _fetches(events: Sequence[Mapping[str, Any]]) -> list[tuple[float, float]]:
     return [_span(event) for event in events if event["name"] in _WAITS_FOR_INPUT]
 
 
-def _is_marker(event: Mapping[str, Any]) -> bool:
-    return event["name"].split(" ")[0] == _MARKER and "step_num" in event.get("args", {})
+def _steps(events: Sequence[Mapping[str, Any]]) -> list[tuple[float, float]]:
+    markers = (event for event in events if event["name"].split(" ")[0] == _MARKER)
+    return [_span(event) for event in markers if "step_num" in event.get("args", {})]
 
 
 def _span(event: Mapping[str, Any]) -> tuple[float, float]:

@@ -19,13 +19,13 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfdist.internals import tensorflow_functions
+from tfdist.internals import tensorflow_graphs
 from tfdist.spmd.cost import Cost
 from tfdist.spmd.draws import Streams
 from tfdist.spmd.meshes import Mesh, broadcast_by_gathering, gathered_by_rows, joined, reduced
 from tfdist.spmd.partitioner import Partitioner
 from tfdist.spmd.placements import REPLICATE, Partial, Placed, Shard
-from tfdist.spmd.sharded_variables import variables_needed_whole
+from tfdist.spmd.replica_variables import variables_needed_whole
 
 __all__ = [
     "Cost",
@@ -68,19 +68,19 @@ def compute(
         cost: counts what is computed and exchanged.
         streams: the state of random operations, which the graphs of a step share; see `tfdist.spmd.draws`.
         variables: by the `id` of a captured handle, the handles of the variables that replace it, one per replica of
-            this process; each variable has a term of the value (`tfdist.spmd.accumulators`) or a shard of it
-            (`tfdist.spmd.sharded_variables`).
+            this process; each variable has a term of the value or a shard of it; see
+            `tfdist.spmd.replica_variables`.
 
     Returns:
         The results of the traced function, replicated; the first copy of this process.
     """
     mesh.compute()
-    captured, _ = tensorflow_functions.captured(traced.graph)
+    captured, _ = tensorflow_graphs.captured(traced.graph)
     variables = variables or {}
     captures = [variables.get(id(tensor)) or replicated(mesh.captured(tensor)) for tensor in captured]
     sharded = None if rows is None else (Shard.of_rows(rows), sum(rows))
     partitioner = Partitioner(mesh, sharded, cost, streams)
-    outputs = partitioner.conversions.whole(partitioner.run(traced.graph, [*batch, *captures]))
+    outputs = partitioner.conversions.replicated(partitioner.run(traced.graph, [*batch, *captures]))
     mesh.computed()
     flat = iter([mesh.tensors(output)[0] for output in outputs])
     return tf.nest.map_structure(

@@ -11,25 +11,20 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import tensorflow as tf
 
-from tfdist.internals import tensorflow_functions
-from tfdist.spmd.lengths import ONE, Lengths, product
-from tfdist.spmd.placements import REPLICATE, Placed, dimensions
+from tfdist.internals import tensorflow_graphs
+from tfdist.spmd.placements import ONE, REPLICATE, Lengths, Placed, dimensions, product
 
 # Constants with more elements than this stay operations of the graph.
 _MAX_CONSTANT = 4096
 _MAX_FOLDED = 1024
 # Operations that move entries of their inputs without changing them, and the numbers of these inputs.
 _MOVES: dict[str, Callable[[int], range]] = {
-    "Cast": lambda count: range(1),
+    **dict.fromkeys(
+        ("Cast", "ExpandDims", "GatherV2", "Identity", "Reshape", "Slice", "Squeeze", "StridedSlice"),
+        lambda count: range(1),
+    ),
     "ConcatV2": lambda count: range(count - 1),
-    "ExpandDims": lambda count: range(1),
-    "GatherV2": lambda count: range(1),
-    "Identity": lambda count: range(1),
     "Pack": range,
-    "Reshape": lambda count: range(1),
-    "Slice": lambda count: range(1),
-    "Squeeze": lambda count: range(1),
-    "StridedSlice": lambda count: range(1),
 }
 
 
@@ -70,14 +65,14 @@ def _can_fold(operation: tf.Operation, constants: Sequence[np.ndarray]) -> bool:
         and all(tensor.dtype.is_integer or tensor.dtype.is_bool for tensor in operation.outputs)
         and all(not shape.is_fully_defined() or shape.num_elements() <= _MAX_FOLDED for shape in shapes)
         and not operation.op_def.is_stateful
-        and not tensorflow_functions.calls_functions(operation)
+        and not tensorflow_graphs.calls_functions(operation)
     )
 
 
 def _evaluated(operation: tf.Operation, inputs: Sequence[np.ndarray]) -> list[np.ndarray] | None:
     """The results of an operation; `None` if it fails, as it then does in the graph if the step reaches it."""
     try:
-        return tensorflow_functions.evaluated(operation, inputs)
+        return tensorflow_graphs.evaluated(operation, inputs)
     except (tf.errors.OpError, ValueError, TypeError):
         return None
 

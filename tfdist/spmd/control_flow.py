@@ -13,12 +13,11 @@ from typing import Any, Protocol
 
 import tensorflow as tf
 
-from tfdist.internals import tensorflow_functions
-from tfdist.spmd.conversions import Conversions
+from tfdist.internals import tensorflow_graphs
+from tfdist.spmd.conversions import Conversions, EmptyList
 from tfdist.spmd.cost import Cost
 from tfdist.spmd.meshes import Mesh
 from tfdist.spmd.placements import REPLICATE, Partial, Placed, Placement, Replicate, Shard, part_shape
-from tfdist.spmd.tensor_lists import EmptyList
 
 LOOPS = frozenset(("While", "StatelessWhile"))
 TYPES = LOOPS | {"If", "StatelessIf"}
@@ -64,9 +63,7 @@ def arguments(operation: tf.Operation, inputs: Sequence[Any]) -> dict[str, Seque
 @contextlib.contextmanager
 def _trial(partitioner: Partitions) -> Iterator[Any]:
     """A scratch graph, whose computation is not counted."""
-    from tensorflow.python.framework.func_graph import FuncGraph
-
-    graph = FuncGraph("trial")
+    graph = tensorflow_graphs.empty_graph("trial")
     with partitioner.counting(Cost()), partitioner.mesh.trial(), graph.as_default():
         yield graph
 
@@ -118,8 +115,8 @@ class Loop:
     def __init__(self, partitioner: Partitions, operation: tf.Operation, values: Sequence[Placed]):
         self._partitioner = partitioner
         self._operation = operation
-        self._body = tensorflow_functions.body(operation, "body")
-        self._condition = tensorflow_functions.body(operation, "cond")
+        self._body = tensorflow_graphs.body(operation, "body")
+        self._condition = tensorflow_graphs.body(operation, "cond")
         # At first the shapes of the initial values; relaxed when an iteration returns another shape.
         self._shapes = [value.shape for value in values]
         # Whether each value is loop-invariant: each iteration returns its input, such as a captured tensor.
@@ -130,7 +127,7 @@ class Loop:
             _Carried(REPLICATE if isinstance(value.placement, Partial) else _placement_of(value)) for value in values
         ]
         self._element_dtypes = [value.element_dtype for value in values]
-        self._read_whole: set[int] = set()
+        self._read_replicated: set[int] = set()
         while not self._keeps_placements(values):
             pass
         for carried in self._carried:
@@ -144,7 +141,7 @@ class Loop:
 
     def compute(self, inputs: list[Placed]) -> list[Placed]:
         """Builds the loop in the current graph."""
-        self._partitioner.conversions.whole([inputs[index] for index in sorted(self._read_whole)])
+        self._partitioner.conversions.replicated([inputs[index] for index in sorted(self._read_replicated)])
 
         def body(*tensors: tf.Tensor) -> list[tf.Tensor]:
             outputs = self._partitioner.run(self._body, self._placed(inputs, iter(tensors)))
@@ -177,8 +174,8 @@ class Loop:
             )
             inputs = self._placed(values, placeholders)
             outputs = self._partitioner.run(self._body, inputs)
-            self._partitioner.conversions.whole(self._partitioner.run(self._condition, inputs))
-            self._read_whole = {
+            self._partitioner.conversions.replicated(self._partitioner.run(self._condition, inputs))
+            self._read_replicated = {
                 index
                 for index, value in enumerate(values)
                 if self._constant[index] and value.converted_in(graph, REPLICATE)
@@ -260,7 +257,7 @@ class Condition:
 
     def __init__(self, partitioner: Partitions, operation: tf.Operation, values: Sequence[Placed]):
         self._partitioner = partitioner
-        self._branches = [tensorflow_functions.body(operation, f"{name}_branch") for name in ("then", "else")]
+        self._branches = [tensorflow_graphs.body(operation, f"{name}_branch") for name in ("then", "else")]
         self.placements: list[Placement] = [
             REPLICATE if number == 0 else partitioner.conversions.summed(value) for number, value in enumerate(values)
         ]
@@ -306,8 +303,8 @@ class Condition:
         converted = value.converted(placement)
         if converted is not None:
             return converted
-        whole = Placed(REPLICATE, value.tensors[:1] * self._partitioner.mesh.copies)
-        return whole if isinstance(placement, Replicate) else self._partitioner.conversions.split(whole, placement)
+        copies = Placed(REPLICATE, value.tensors[:1] * self._partitioner.mesh.copies)
+        return copies if isinstance(placement, Replicate) else self._partitioner.conversions.split(copies, placement)
 
 
 def _common_placement(pair: Sequence[Placed]) -> Placement:

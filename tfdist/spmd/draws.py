@@ -18,7 +18,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfdist.internals import tensorflow as tensorflow_internals
-from tfdist.internals import tensorflow_functions
+from tfdist.internals import tensorflow_graphs
 from tfdist.spmd.flattening import Node
 
 _STATELESS = {
@@ -67,7 +67,7 @@ class Streams:
             specs = [tf.TensorSpec(None, tensor.dtype) for tensor in operation.inputs]
 
             def draw(*inputs: tf.Tensor) -> list[tf.Tensor]:
-                return tensorflow_functions.create(operation, inputs)
+                return tensorflow_graphs.create(operation, inputs)
 
             with tf.init_scope(), tf.device("CPU:0"), tensorflow_internals.serial_calls():
                 self.kernels[node.name] = tf.function(draw, autograph=False).get_concrete_function(*specs)

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 import tensorflow as tf
 
-from tfdist.internals import tensorflow_functions
+from tfdist.internals import tensorflow_graphs
 from tfdist.spmd.placements import Placed
 from tfdist.spmd.rules import per_replica_sharding
 
@@ -80,12 +80,12 @@ def _flatten(
     for placeholder, slot in zip(graph.inputs, inputs, strict=True):
         slots[placeholder.op.name, placeholder.value_index] = slot
         done[placeholder.op.name] = []
-    for operation in tensorflow_functions.in_order(graph):
+    for operation in tensorflow_graphs.in_order(graph):
         if operation.name in done:
             continue
         reads = [slots[tensor.op.name, tensor.value_index] for tensor in operation.inputs]
         waits = [node for earlier in operation.control_inputs for node in done[earlier.name]]
-        body = None if per_replica_sharding(operation) else tensorflow_functions.called(operation)
+        body = None if per_replica_sharding(operation) else tensorflow_graphs.called(operation)
         if body is not None:
             results, done[operation.name] = _flatten(body, reads, [*before, *waits], nodes, (*calls, operation.name))
         elif operation.type == "NoOp":
@@ -103,3 +103,16 @@ def _flatten(
             slots[operation.name, index] = slot
     outputs = [slots[tensor.op.name, tensor.value_index] for tensor in graph.outputs]
     return outputs, [node for operation in graph.control_outputs for node in done[operation.name]]
+
+
+# Stateful operations that each replica may run: assertions, and calls of functions whose operations are tested singly.
+_RUN_EVERYWHERE = frozenset(("Assert", "If", "While", "Case", "NoOp"))
+
+
+def runs_once(operation: tf.Operation) -> bool:
+    """Whether an operation must run once per job: `tf.print`, Python functions, and draws without a seed.
+
+    Operations that read or change a variable run once per copy of the variable instead.
+    """
+    resources = any(tensor.dtype == tf.resource for tensor in (*operation.inputs, *operation.outputs))
+    return operation.op_def.is_stateful and not resources and operation.type not in _RUN_EVERYWHERE

@@ -14,43 +14,18 @@ import tensorflow as tf
 
 from tfdist.spmd.placements import REPLICATE, Partial, Placed, Placement, Replicate
 
+_LINEAR = {
+    (0,): """
+        BiasAddGrad Cast DivNoNan EluGrad ExpandDims LeakyReluGrad Mean Neg Pad RealDiv Relu6Grad ReluGrad Reshape
+        SeluGrad Slice SoftplusGrad SoftsignGrad Squeeze StridedSlice Sum Transpose
+    """,
+    (1,): "InvGrad ReciprocalGrad RsqrtGrad SigmoidGrad SqrtGrad TanhGrad",
+    (0, 1): "BatchMatMulV2 Einsum MatMul Mul",
+    (4,): "StridedSliceGrad",
+}
 # The inputs in which an operation is linear while its other inputs are replicated.
 INPUTS: dict[str, frozenset[int]] = {
-    kind: frozenset(inputs)
-    for kind, inputs in {
-        "BatchMatMulV2": (0, 1),
-        "BiasAddGrad": (0,),
-        "Cast": (0,),
-        "DivNoNan": (0,),
-        "Einsum": (0, 1),
-        "EluGrad": (0,),
-        "ExpandDims": (0,),
-        "InvGrad": (1,),
-        "LeakyReluGrad": (0,),
-        "MatMul": (0, 1),
-        "Mean": (0,),
-        "Mul": (0, 1),
-        "Neg": (0,),
-        "Pad": (0,),
-        "RealDiv": (0,),
-        "ReciprocalGrad": (1,),
-        "Relu6Grad": (0,),
-        "ReluGrad": (0,),
-        "Reshape": (0,),
-        "RsqrtGrad": (1,),
-        "SeluGrad": (0,),
-        "SigmoidGrad": (1,),
-        "Slice": (0,),
-        "SoftplusGrad": (0,),
-        "SoftsignGrad": (0,),
-        "SqrtGrad": (1,),
-        "Squeeze": (0,),
-        "StridedSlice": (0,),
-        "StridedSliceGrad": (4,),
-        "Sum": (0,),
-        "TanhGrad": (1,),
-        "Transpose": (0,),
-    }.items()
+    kind: frozenset(inputs) for inputs, kinds in _LINEAR.items() for kind in kinds.split()
 }
 # Operations whose result is never larger than the input.
 _NO_LARGER = frozenset(
@@ -68,8 +43,10 @@ def placements(operation: tf.Operation, values: Sequence[Placed]) -> list[Placem
     """The placements of the inputs if an operation can be computed on partial sums; `None` if it cannot."""
     current = [value.placement for value in values]
     terms = [index for index, placement in enumerate(current) if isinstance(placement, Partial)]
-    if len(terms) == 1 and not values[terms[0]].is_accumulated and _is_summed(values[terms[0]]):
-        return None
+    if len(terms) == 1 and not values[terms[0]].is_accumulated:
+        term = values[terms[0]]
+        if term.converted(REPLICATE) is not None or term.in_parts() is not None:
+            return None  # the terms have been reduced, so that nothing is gained by computing on them
     if not terms or any(current[index] != Partial() for index in terms) or len(operation.outputs) != 1:
         return None
     replicated = all(isinstance(current[n], Replicate) for n in range(len(current)) if n not in terms)
@@ -104,11 +81,6 @@ def adds_gradients(operation: tf.Operation, inputs: Sequence[Placed]) -> bool:
     return operation.type in ADDITIVE and any(value.is_gradient for value in inputs)
 
 
-def _is_summed(term: Placed) -> bool:
-    """Whether the terms have already been reduced, so that nothing is gained by computing on them."""
-    return term.converted(REPLICATE) is not None or term.in_parts() is not None
-
-
 def _is_linear(operation: tf.Operation, index: int, term: Placed) -> bool:
     """Whether an operation is linear in an input and does not increase what an all-reduce sends by much."""
     result = operation.outputs[0]
@@ -117,12 +89,9 @@ def _is_linear(operation: tf.Operation, index: int, term: Placed) -> bool:
     if operation.type == "Mean" and result.dtype.is_integer:  # which rounds
         return False
     if operation.type == "Cast":
-        return _widens(operation.inputs[0], result)
+        source = operation.inputs[0].dtype
+        return source.is_floating and result.dtype.is_floating and result.dtype.size >= source.size
     if operation.type in _NO_LARGER:
         return True
     before, after = term.shape.num_elements(), result.shape.num_elements()
     return before is not None and after is not None and after <= max(before, _FEW)
-
-
-def _widens(source: tf.Tensor, target: tf.Tensor) -> bool:
-    return source.dtype.is_floating and target.dtype.is_floating and target.dtype.size >= source.dtype.size

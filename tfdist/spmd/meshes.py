@@ -242,18 +242,31 @@ def _merge_blocks(value: tf.Tensor, axis: int) -> tf.Tensor:
     return tf.reshape(value, [*lengths[:axis], lengths[axis] * lengths[axis + 1], *lengths[axis + 2 :]])
 
 
-def part_of(whole: tf.Tensor, shard: Shard, replica: int) -> tf.Tensor:
+def part_of(value: tf.Tensor, shard: Shard, replica: int) -> tf.Tensor:
     """One replica's shard of a global value."""
     axis, sizes = shard.axis, shard.sizes
     if shard.blocks > 1:
-        return _merge_blocks(part_of(_split_blocks(whole, shard), Shard(axis + 1, sizes), replica), axis)
-    length = whole.shape[axis]
-    length = tf.shape(whole)[axis] if length is None else length
+        return _merge_blocks(part_of(_split_blocks(value, shard), Shard(axis + 1, sizes), replica), axis)
+    length = value.shape[axis]
+    length = tf.shape(value)[axis] if length is None else length
     unit = length // shard.total
-    begins: list[Any] = [0] * whole.shape.rank
-    lengths: list[Any] = [-1] * whole.shape.rank
+    begins: list[Any] = [0] * value.shape.rank
+    lengths: list[Any] = [-1] * value.shape.rank
     begins[axis], lengths[axis] = unit * sum(sizes[:replica]), unit * sizes[replica]
-    part = tf.slice(whole, begins, lengths)
-    if whole.shape[axis] is not None:
-        part.set_shape([lengths[axis] if n == axis else known for n, known in enumerate(whole.shape)])
+    part = tf.slice(value, begins, lengths)
+    if value.shape[axis] is not None:
+        part.set_shape([lengths[axis] if n == axis else known for n, known in enumerate(value.shape)])
     return part
+
+
+def local_lengths(tensor: tf.Tensor, value: Placed, entry: int, shard: Shard, replica: int) -> tf.Tensor:
+    """A length, or a vector of lengths, with the global length at `entry` replaced by the local one; -1 stays."""
+    if value.constant is not None:
+        lengths = value.constant.copy()
+        place = () if lengths.ndim == 0 else (entry,)
+        if lengths[place] > 0:
+            lengths[place] = shard.part(lengths[place], replica)
+        return tf.constant(lengths)
+    length = tensor if tensor.shape.rank == 0 else tensor[entry]
+    part = tf.where(length > 0, shard.part(length, replica), length)
+    return part if tensor.shape.rank == 0 else tf.tensor_scatter_nd_update(tensor, [[entry]], [part])

@@ -20,19 +20,20 @@ from dataclasses import dataclass
 
 import tensorflow as tf
 
-from tfdist.internals import tensorflow_functions
-from tfdist.spmd import accumulators, constants, control_flow, draws, linear, sharded_variables, tensor_lists
-from tfdist.spmd import local_shapes as shapes
-from tfdist.spmd.conversions import Conversions
+from tfdist.internals import tensorflow_graphs
+from tfdist.spmd import constants, control_flow, draws, linear, meshes, replica_variables
+from tfdist.spmd.conversions import EMPTY_LISTS, Conversions, empty_list
 from tfdist.spmd.cost import Cost
-from tfdist.spmd.flattening import ALIASES, Flat, Node, Slot, flatten
+from tfdist.spmd.flattening import ALIASES, Flat, Node, Slot, flatten, runs_once
 from tfdist.spmd.meshes import Mesh
-from tfdist.spmd.operation import Operation, runs_once
-from tfdist.spmd.placements import REPLICATE, Partial, Placed, Placement, Replicate, Shard, part_shape
-from tfdist.spmd.rules import OpSharding, per_replica_sharding, rule_of
+from tfdist.spmd.placements import REPLICATE, Lengths, Partial, Placed, Placement, Replicate, Shard, part_shape
+from tfdist.spmd.rules import per_replica_sharding
+from tfdist.spmd.rules.registry import Operation, OpSharding, is_divisible, placement_of, rule_of
 
 _HALF = (tf.float16, tf.bfloat16)
 _TAPE_PREFIX = "gradient_tape/"  # TensorFlow's prefix in the names of operations that a gradient tape adds
+# Operations that depend on nothing but the shape of their input, or of the elements of a list.
+_OF_SHAPE = frozenset(("Shape", "Size", "TensorListLength", "TensorListElementShape"))
 # Operations that depend on the shape of a partial value only; `ZerosLike` of a shard has a rule.
 _OF_SHAPE_OF_PARTIAL = frozenset(("ZerosLike", "OnesLike"))
 
@@ -134,7 +135,7 @@ class Partitioner:
         known = constants.known(node.operation, values)
         if known is not None:
             return Plan([value.placement for value in values], lambda _: known)
-        for kind in (accumulators, sharded_variables, linear):
+        for kind in (replica_variables, linear):
             placements = kind.placements(node.operation, values)
             if placements is not None:
                 return Plan(placements, lambda inputs: self._on_each_replica(node, inputs))
@@ -145,36 +146,31 @@ class Partitioner:
         placements, kind = [value.placement for value in values], node.operation.type
         if kind == "PreventGradient" and node.before:
             return Plan(placements, lambda inputs: [self._delayed(node, inputs[0])])
-        if kind in ALIASES:
-            return Plan(placements, lambda inputs: inputs)  # operations that read it wait for its control inputs too
-        if kind == "EnsureShape" and not isinstance(placements[0], Replicate):
-            return Plan(placements, lambda inputs: inputs)  # shape inference used it when the step was traced
-        of_shape = shapes.OF_SHAPE | tensor_lists.OF_SHAPE
-        if (kind in of_shape and not isinstance(placements[0], Replicate)) or (
+        # Operations that read an alias wait for its control inputs too; shape inference has used an `EnsureShape`.
+        if kind in ALIASES or (kind == "EnsureShape" and not isinstance(placements[0], Replicate)):
+            return Plan(placements, lambda inputs: inputs)
+        if (kind in _OF_SHAPE and not isinstance(placements[0], Replicate)) or (
             kind in _OF_SHAPE_OF_PARTIAL and isinstance(placements[0], Partial)
         ):
             return Plan(placements, lambda inputs: self._of_shape(node, inputs[0]))
-        if kind in tensor_lists.EMPTY:
-            return Plan(
-                [REPLICATE] * len(values), lambda inputs: [tensor_lists.empty(self.mesh, node.operation, inputs)]
-            )
+        if kind in EMPTY_LISTS:
+            return Plan([REPLICATE] * len(values), lambda inputs: [empty_list(self.mesh, node.operation, inputs)])
         plan = control_flow.plan(self, node.operation, values) if kind in control_flow.TYPES else None
         return plan and Plan(*plan)
 
     def _plan_by_rule(self, node: Node, values: Sequence[Placed]) -> Plan:
         placements = [self.conversions.summed(value) for value in values]  # a nonlinear operation needs the sum
-        sharded_variables.require_none(node.operation, values)
+        replica_variables.require_none_sharded(node.operation, values)
         operation = Operation(node.operation, values, placements)
-        per_replica = None if self.rows is None else per_replica_sharding(node.operation)
-        if per_replica is not None and self.rows is not None:
+        if self.rows is not None and (per_replica := per_replica_sharding(node.operation)) is not None:
             sharding, shard = per_replica, self.rows[0]
         elif (from_rule := self._sharding_by_rule(operation)) is not None:
             sharding, shard = from_rule
         else:
-            return Plan([REPLICATE] * len(values), lambda inputs: self._whole(node, inputs, values))
+            return Plan([REPLICATE] * len(values), lambda inputs: self._on_each_copy(node, inputs, values))
         return Plan(
-            [shapes.placement_of(wanted, shard) for wanted in sharding.inputs],
-            lambda inputs: self._sharded_or_whole(node, operation, sharding, shard, inputs),
+            [placement_of(wanted, shard) for wanted in sharding.inputs],
+            lambda inputs: self._sharded_or_replicated(node, operation, sharding, shard, inputs),
         )
 
     def _sharding_by_rule(self, operation: Operation) -> tuple[OpSharding, Shard] | None:
@@ -189,7 +185,7 @@ class Partitioner:
             except Exception as error:  # a rule that fails is ignored
                 self.cost.refused.append(f"{operation.type}: {error}")
                 continue
-            if sharding is not None and shapes.is_divisible(operation, sharding, sharded[index]):
+            if sharding is not None and is_divisible(operation, sharding, sharded[index]):
                 return sharding, sharded[index]
         return None
 
@@ -199,19 +195,18 @@ class Partitioner:
         for position in range(len(self.mesh.local)):
             with self.mesh.on_replica(position):
                 reads = [self.mesh.read(value, position) for value in inputs]
-                parts += tensorflow_functions.create(node.operation, reads)
+                parts += tensorflow_graphs.create(node.operation, reads)
         placement = next(value.placement for value in inputs if not isinstance(value.placement, Replicate))
         outputs = [Placed(placement, parts, replica=self.mesh.local[0])] if parts else []
         for output in outputs:
             output.is_gradient = _TAPE_PREFIX in node.operation.name or linear.adds_gradients(node.operation, inputs)
-            output.is_accumulated = accumulators.is_accumulated(node.operation, inputs)
+            output.is_accumulated = replica_variables.is_accumulated(node.operation, inputs)
         self.cost.compute(node.operation, inputs, outputs, repeated=False)
         return outputs
 
-    def _sharded_or_whole(
+    def _sharded_or_replicated(
         self, node: Node, operation: Operation, sharding: OpSharding, shard: Shard, inputs: list[Placed]
     ) -> list[Placed]:
-        """Computes an operation on shards, or whole if TensorFlow rejects the shapes of the shards."""
         try:
             return self._sharded(node, operation, sharding, shard, inputs)
         except (ValueError, TypeError) as error:  # from TensorFlow's shape inference
@@ -220,14 +215,12 @@ class Partitioner:
             return self._refused(node, inputs, f"{operation.type}: {error}")
 
     def _refused(self, node: Node, inputs: list[Placed], reason: str) -> list[Placed]:
-        """Computes an operation whole whose rule does not fit."""
         self.cost.refused.append(reason)
-        return self._whole(node, [self.conversions.placed(value, REPLICATE) for value in inputs], inputs)
+        return self._on_each_copy(node, [self.conversions.placed(value, REPLICATE) for value in inputs], inputs)
 
     def _sharded(
         self, node: Node, operation: Operation, sharding: OpSharding, shard: Shard, inputs: list[Placed]
     ) -> list[Placed]:
-        """Computes an operation on shards."""
         # Partial sums of half precision stay in float32 until the replicas have added them, as kernels accumulate.
         half = operation.output_dtypes[0] in _HALF and list(sharding.outputs) == ["sum"]
         half = half and "T" in node.operation.node_def.attr
@@ -238,10 +231,10 @@ class Partitioner:
             with self.mesh.on_replica(position):
                 reads = [self.mesh.read(value, position) for value in inputs]
                 for index, entry in sharding.localized.items():
-                    reads[index] = shapes.local_lengths(reads[index], inputs[index], entry, shard, replica)
+                    reads[index] = meshes.local_lengths(reads[index], inputs[index], entry, shard, replica)
                 if half:
                     reads = [tf.cast(tensor, tf.float32) if tensor.dtype in _HALF else tensor for tensor in reads]
-                tensors = tensorflow_functions.create(node.operation, reads, attributes, dtypes)
+                tensors = tensorflow_graphs.create(node.operation, reads, attributes, dtypes)
                 if sharding.mean:
                     tensors = [t * tf.constant(shard.sizes[replica] / shard.total, t.dtype) for t in tensors]
                 results.append(tensors)
@@ -251,8 +244,8 @@ class Partitioner:
             if isinstance(output_sharding, str):
                 placement: Placement = Partial(output_sharding, operation.output_dtypes[0] if half else None)
             else:
-                placement = shapes.placement_of(output_sharding, shard)
-            shape = shapes.refined(operation.output_shapes[index], sharding.lengths.get(index))
+                placement = placement_of(output_sharding, shard)
+            shape = _refined(operation.output_shapes[index], sharding.lengths.get(index))
             if not self._have_global_shape(parts, placement, shape):
                 return self._refused(node, inputs, operation.type)
             if isinstance(placement, Replicate):
@@ -271,17 +264,17 @@ class Partitioner:
         """Whether all parts imply one global shape, compatible with `shape`; sets the static shapes of the parts."""
         if parts[0].dtype in (tf.variant, tf.resource):
             return True
-        whole = tf.TensorShape(shape)
+        common = tf.TensorShape(shape)
         for replica, part in zip(self.mesh.local, parts, strict=True):
             implied = Placed(placement, [part], replica=replica).shape
-            if not implied.is_compatible_with(whole):
+            if not implied.is_compatible_with(common):
                 return False
-            whole = whole.merge_with(implied)
+            common = common.merge_with(implied)
         for replica, part in zip(self.mesh.local, parts, strict=True):
-            part.set_shape(part_shape(whole, placement, replica))
+            part.set_shape(part_shape(common, placement, replica))
         return True
 
-    def _whole(self, node: Node, inputs: list[Placed], originals: Sequence[Placed]) -> list[Placed]:
+    def _on_each_copy(self, node: Node, inputs: list[Placed], originals: Sequence[Placed]) -> list[Placed]:
         """Computes an operation on replicated `inputs`, once per copy; `originals` are the inputs before resharding."""
         operation = node.operation
         repeated = any(value.repeated for value in inputs)
@@ -294,7 +287,7 @@ class Partitioner:
             for copy in range(self.mesh.copies):
                 with self.mesh.on_copy(copy):
                     reads = [self.mesh.tensors(value)[copy] for value in inputs]
-                    results.append(tensorflow_functions.create(operation, reads))
+                    results.append(tensorflow_graphs.create(operation, reads))
             copies = [[tensors[index] for tensors in results] for index in range(len(operation.outputs))]
         outputs = []
         for tensors, output in zip(copies, operation.outputs, strict=True):
@@ -314,9 +307,9 @@ class Partitioner:
         with self.mesh.on_copy(0):
             counter = self.streams.next_counter(node, shapes_by_copy[0])
         copies = []
-        for copy, own_shape in enumerate(shapes_by_copy):
+        for copy, shape_of_copy in enumerate(shapes_by_copy):
             with self.mesh.on_copy(copy):
-                copies.append(draws.draw(node.operation, own_shape, counter))
+                copies.append(draws.draw(node.operation, shape_of_copy, counter))
         return copies
 
     def _once(self, node: Node, reads: Sequence[tf.Tensor]) -> list[list[tf.Tensor]]:
@@ -326,7 +319,7 @@ class Partitioner:
         def create() -> list[tf.Tensor]:
             if draws.is_seeded(operation):
                 return self.streams.drawn_by_kernel(node, reads)
-            return tensorflow_functions.create(operation, reads)
+            return tensorflow_graphs.create(operation, reads)
 
         if runs_once(operation):
             return self.mesh.once(create, list(operation.outputs))
@@ -351,7 +344,7 @@ class Partitioner:
             on_device = [result.op for result in earlier if result.device == tensor.device]
             awaited = on_device or [result.op for result in earlier]
             with tf.device(tensor.device), tf.control_dependencies(awaited):
-                tensors += tensorflow_functions.create(node.operation, [tensor])
+                tensors += tensorflow_graphs.create(node.operation, [tensor])
         delayed = Placed(
             value.placement, tensors, value.constant, value.repeated, value.element_dtype, self.mesh.local[0]
         )
@@ -359,13 +352,11 @@ class Partitioner:
         return delayed
 
     def _of_shape(self, node: Node, value: Placed) -> list[Placed]:
-        """Computes an operation that needs only the shape of a value that is not replicated."""
-        compute = tensor_lists.of_shape if node.operation.type in tensor_lists.OF_SHAPE else shapes.of_shape
         copies = []
         for copy in range(self.mesh.copies):
-            position = copy if self.mesh.copies > 1 else 0
             with self.mesh.on_copy(copy):
-                tensor = compute(node.operation, value.tensors[position], value.placement, self.mesh.local[position])
+                part, replica = value.tensors[copy], self.mesh.local[copy]
+                tensor = _result_of_shape(node.operation, part, value.placement, replica)
             tensor.set_shape(node.operation.outputs[0].shape)
             copies.append(tensor)
         return [Placed(REPLICATE, copies)]
@@ -392,3 +383,29 @@ def _element_dtype(operation: tf.Operation, inputs: Sequence[Placed]) -> tf.DTyp
     if "element_dtype" in operation.node_def.attr:
         return operation.get_attr("element_dtype")
     return next((value.element_dtype for value in inputs if value.element_dtype is not None), None)
+
+
+def _result_of_shape(operation: tf.Operation, part: tf.Tensor, placement: Placement, replica: int) -> tf.Tensor:
+    """The result of an operation that needs only the shape of its input, from the tensor of one replica."""
+    is_list = operation.type not in ("Shape", "Size")
+    if is_list:
+        (result,) = tensorflow_graphs.create(operation, [part])
+    else:
+        result = tf.shape(part, operation.outputs[0].dtype)
+    if isinstance(placement, Shard) and operation.type != "TensorListLength":
+        if result.shape.rank != 1:
+            raise NotImplementedError("the shape of elements of unknown rank")
+        length = result[placement.axis]
+        global_length = placement.whole_length(length, replica)
+        if is_list:
+            global_length = tf.where(length > 0, global_length, length)  # -1 is an unknown length
+        result = tf.tensor_scatter_nd_update(result, [[placement.axis]], [global_length])
+    return tf.reduce_prod(result) if operation.type == "Size" else result
+
+
+def _refined(shape: Sequence[int | None] | None, lengths: Lengths | None) -> Sequence[int | None] | None:
+    """`shape` with unknown lengths replaced by those of `lengths` that are known."""
+    if shape is None or lengths is None:
+        return shape
+    known = [None if length is None or length.symbols else length.factor for length in lengths]
+    return [refinement if length is None else length for length, refinement in zip(shape, known, strict=True)]

@@ -4,26 +4,32 @@ A value is replicated, sharded along an axis, or a partial result that the repli
 three placements of DTensor (`torch.distributed.tensor`) and of GSPMD (Xu et al., arXiv 2105.04663), except that the
 shards of an axis may differ in length.
 
+A step for sequences of unknown length computes shapes such as `[batch * length, features]`. The first axis of such a
+shape can be sharded as the batch is if it is known to be a multiple of the batch size. So a length is an integer times
+lengths that are unknown while the graph is built.
+
 Synopsis:
 
     >>> Shard(0, (4, 3)).lengths(14)
     [8, 6]
     >>> Shard(0, (4, 3)).divides(12)
     False
+    >>> batch, length = Monomial(8), Monomial(1, ("length",))
+    >>> (batch * length).multiple_of(4)
+    True
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
-
-from tfdist.spmd.lengths import Lengths, Monomial
 
 # From this many rows per replica on, one row more or less hardly unbalances the replicas.
 _BALANCED_ROWS = 16
@@ -111,8 +117,6 @@ class Partial:
 
 Placement = Replicate | Shard | Partial
 REPLICATE = Replicate()
-
-
 _numbers = itertools.count()
 
 
@@ -159,39 +163,73 @@ class Placed:
         self.lengths: Lengths | None = None
         if constant is not None and constant.ndim < 2 and constant.dtype.kind in "iu" and constant.size < 64:
             self.lengths = [Monomial(int(number)) if number > 0 else None for number in constant.ravel()]
-        self._converted: dict[Placement, list[tuple[tf.Graph, Placed]]] = {}
+        self._conversions: list[tuple[tf.Graph, Placed]] = []
 
     def converted(self, placement: Placement) -> Placed | None:
         """This value in another placement, if a graph that the current graph can read has converted it."""
         if self.placement == placement:
             return self
-        graphs = _enclosing_graphs()
-        return next((value for graph, value in self._converted.get(placement, ()) if graph in graphs), None)
+        return next((value for value in self._readable_conversions() if value.placement == placement), None)
 
     def in_parts(self) -> Placed | None:
         """The reduce-scattered shards of this partial sum, if a graph that the current graph can read has them."""
-        graphs = _enclosing_graphs()
-        return next(
-            (
-                value
-                for placement, conversions in self._converted.items()
-                if isinstance(placement, Shard)
-                for graph, value in conversions
-                if graph in graphs
-            ),
-            None,
-        )
+        return next((value for value in self._readable_conversions() if isinstance(value.placement, Shard)), None)
 
     def converted_in(self, graph: tf.Graph, placement: Placement) -> bool:
         """Whether this value was converted in this graph."""
-        return any(converted_graph is graph for converted_graph, _ in self._converted.get(placement, ()))
+        return any(other is graph and value.placement == placement for other, value in self._conversions)
 
     def keep(self, value: Placed) -> Placed:
         """Records `value` as this value in another placement, and returns it."""
         graph = tf.compat.v1.get_default_graph()
-        self._converted.setdefault(value.placement, []).append((graph, value))
-        value._converted.setdefault(self.placement, []).append((graph, self))
+        self._conversions.append((graph, value))
+        value._conversions.append((graph, self))
         return value
+
+    def _readable_conversions(self) -> Iterator[Placed]:
+        graphs: list[Any] = [tf.compat.v1.get_default_graph()]
+        while (outer := getattr(graphs[-1], "outer_graph", None)) is not None:
+            graphs.append(outer)
+        return (value for graph, value in self._conversions if graph in graphs)
+
+
+@dataclass(frozen=True)
+class Monomial:
+    """`factor` times unknown lengths, each named by a symbol.
+
+    Attributes:
+        factor: a non-negative integer.
+        symbols: sorted.
+    """
+
+    factor: int
+    symbols: tuple[str, ...] = ()
+
+    def __mul__(self, other: Monomial) -> Monomial:
+        return Monomial(self.factor * other.factor, tuple(sorted(self.symbols + other.symbols)))
+
+    def divided_by(self, other: Monomial) -> Monomial | None:
+        """The quotient; `None` if it is not known to be an integer."""
+        symbols = Counter(self.symbols)
+        if not Counter(other.symbols) <= symbols or other.factor == 0 or self.factor % other.factor:
+            return None
+        return Monomial(self.factor // other.factor, tuple((symbols - Counter(other.symbols)).elements()))
+
+    def multiple_of(self, divisor: int) -> bool:
+        """Whether the length is a multiple of `divisor`, whatever the unknown lengths are."""
+        return self.factor % divisor == 0
+
+
+ONE = Monomial(1)
+
+# What is known of each entry of a vector of lengths, or of one length.
+Lengths = list[Monomial | None]
+
+
+def product(lengths: Sequence[Monomial | None]) -> Monomial | None:
+    """The product of lengths; `None` if nothing is known of one of them."""
+    known = [length for length in lengths if length is not None]
+    return math.prod(known, start=ONE) if len(known) == len(lengths) else None
 
 
 def dimensions(value: Placed) -> list[Monomial] | None:
@@ -227,10 +265,3 @@ def _with_length(shape: tf.TensorShape, placement: Placement, convert: Callable[
     length = lengths[placement.axis]
     lengths[placement.axis] = None if length is None else convert(placement, length)
     return tf.TensorShape(lengths)
-
-
-def _enclosing_graphs() -> list[Any]:
-    graphs: list[Any] = [tf.compat.v1.get_default_graph()]
-    while (outer := getattr(graphs[-1], "outer_graph", None)) is not None:
-        graphs.append(outer)
-    return graphs

@@ -150,7 +150,7 @@ class ProcessMesh(spmd.Mesh):
         return [[total] for total in self._summed(terms, packing)]
 
     def all_gather(self, values: Sequence[Sequence[tf.Tensor]], shards: Sequence[spmd.Shard]) -> list[list[tf.Tensor]]:
-        parts = [own[0] for own in values]
+        parts = [of_replicas[0] for of_replicas in values]
         shapes = [Placed(shard, [part], replica=self.local[0]).shape for part, shard in zip(parts, shards, strict=True)]
         results: list[Any] = [None] * len(parts)
         packable = [n for n, shape in enumerate(shapes) if self._is_packed(shape, shards[n], parts[n].dtype)]
@@ -165,8 +165,8 @@ class ProcessMesh(spmd.Mesh):
             return [self._gather(rows[0] if len(rows) == 1 else tf.concat(rows, 0))]
 
         return [
-            spmd.gathered_by_rows(own, shard, gather) if result is None else result
-            for own, shard, result in zip(values, shards, results, strict=True)
+            spmd.gathered_by_rows(of_replicas, shard, gather) if result is None else result
+            for of_replicas, shard, result in zip(values, shards, results, strict=True)
         ]
 
     def _is_packed(self, shape: tf.TensorShape, shard: spmd.Shard, dtype: tf.DType) -> bool:
@@ -181,7 +181,7 @@ class ProcessMesh(spmd.Mesh):
     def reduce_scatter(
         self, values: Sequence[Sequence[tf.Tensor]], shards: Sequence[spmd.Shard]
     ) -> list[list[tf.Tensor]]:
-        terms = [own[0] for own in values]
+        terms = [of_replicas[0] for of_replicas in values]
         results: list[Any] = [None] * len(terms)
         received: list[tf.Tensor] = []
         for members in self._buffers(terms, range(len(terms))):
@@ -213,7 +213,6 @@ class ProcessMesh(spmd.Mesh):
         ]
 
     def _gather(self, rows: tf.Tensor) -> tf.Tensor:
-        """Gathers the rows of all processes."""
         if rows.dtype == tf.bool:
             return tf.cast(self._gather(tf.cast(rows, tf.uint8)), tf.bool)
         return structures.gathered(rows, lambda part: self._group.all_gather(part, self._name()), self._group.rank)

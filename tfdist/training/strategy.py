@@ -10,11 +10,13 @@ from tfdist.data.input import adapters
 from tfdist.data.input.feed import DataPasses, Feed
 from tfdist.interface.program import Program, Steps
 from tfdist.interface.strategy import Strategy
-from tfdist.internals import keras as keras_internals
 from tfdist.internals import keras_routes
+from tfdist.internals.patching import Attached
 from tfdist.jobs.world import World
 from tfdist.loop import outer_loop, programs
 from tfdist.verification import bounds, comparison
+
+_to_verify: Attached[bool] = Attached("to_verify")  # whether the next training of a model is verified first
 
 
 class TrainingStrategy(Strategy):
@@ -33,7 +35,8 @@ class TrainingStrategy(Strategy):
         """`keras.Model.fit` with this strategy: the same arguments and callbacks; `batch_size` is global."""
 
         def before_training(feed: Feed) -> None:
-            if keras_internals.take_to_verify(model):
+            if _to_verify.get(model):
+                _to_verify.set(model, None)
                 comparison.verify(self, model, feed.first(comparison.STEPS))
 
         with self._calling(model):
@@ -117,7 +120,7 @@ class TrainingStrategy(Strategy):
         if verify:
             comparison.require_as_one_device(self)
         keras_routes.set_strategy(model, self)
-        keras_internals.set_to_verify(model, verify)
+        _to_verify.set(model, verify)
         return model
 
     @contextlib.contextmanager

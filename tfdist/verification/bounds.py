@@ -28,8 +28,8 @@ from tfdist.internals.keras import tf_variable
 from tfdist.loop import building, metrics, programs
 from tfdist.terminal import counted
 from tfdist.verification import comparison
+from tfdist.verification.comparison import Watch
 from tfdist.verification.report import Report, Shown
-from tfdist.verification.watch import Watch
 
 # The relative rounding error of norms in float32.
 ROUNDING = 1e-5
@@ -148,7 +148,6 @@ def is_equality(bound: Bound, strategy: Strategy, model: Any, feed: Feed) -> boo
 
 
 def _compared(strategy: Strategy, model: Any, feed: Feed, steps: int) -> Report:
-    """Compares steps that should equal those of one device."""
     if isinstance(strategy.bound, Staleness):
         # In one call, since steps of different calls never run at the same time.
         batches = feed.first(max(steps, STEPS_OF_WORKERS))
@@ -269,10 +268,6 @@ class _Norms(Watch):
         # Not among the step's logs, which are averaged over the ranks.
         self._squares = tf.Variable(0.0, trainable=False)
 
-    def __enter__(self) -> _Norms:  # type: ignore[override]
-        super().__enter__()
-        return self
-
     def of_step(self) -> float:
         """Returns the norm of all gradients of the steps since the last call."""
         squares = float(self._squares.numpy())
@@ -283,8 +278,8 @@ class _Norms(Watch):
         if kind == "gradients" and self.is_in_step:
             for gradient in value:
                 if gradient is not None:
-                    whole = tf.cast(tf.convert_to_tensor(gradient), tf.float32)
-                    self._squares.assign_add(tf.reduce_sum(tf.square(whole)))
+                    dense = tf.cast(tf.convert_to_tensor(gradient), tf.float32)
+                    self._squares.assign_add(tf.reduce_sum(tf.square(dense)))
         return value
 
 

@@ -19,9 +19,11 @@ graph, so that each run needs a new graph.
 from __future__ import annotations
 
 import contextlib
+import functools
 import random
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Self
 
 import numpy as np
 import tensorflow as tf
@@ -35,51 +37,19 @@ from tfdist.interface import state as strategy_state
 from tfdist.interface.program import Steps
 from tfdist.interface.strategy import Strategy, seed_of_random
 from tfdist.internals import keras as keras_internals
-from tfdist.internals import keras_variables, tensorflow_variables
+from tfdist.internals import keras_patches, keras_variables, tensorflow_variables
 from tfdist.internals import tensorflow as tensorflow_internals
-from tfdist.internals.keras import tf_variable
+from tfdist.internals.keras import tf_variable, tree
 from tfdist.jobs import consensus
 from tfdist.loop import building, metrics, partitioned_program
 from tfdist.loop.inner_loop import StepProgram
 from tfdist.terminal import counted
 from tfdist.verification.report import Comparison, Entry, Report, Step
-from tfdist.verification.watch import MARK, Watch
-
-_SUBJECTS = {
-    "batch": "The part `{entry.name}` of the batch that a step receives",
-    "output": "The output of the layer `{entry.layer}`",
-    "added loss": "A loss that the layer `{entry.layer}` adds",
-    "loss": "The loss `{entry.name}`",
-    "whole loss": "The result of `compute_loss` of the model `{entry.layer}`",
-    "gradient": "The gradient of `{entry.name}`, of the layer `{entry.layer}`,",
-    "state": "The variable `{entry.name}`, of the layer `{entry.layer}`,",
-    "weight": "The weight `{entry.name}`, of the layer `{entry.layer}`,",
-    "optimizer": "The optimizer's variable `{entry.name}`",
-    "log": "The value `{entry.name}` in the logs",
-}
-
-
-def explained(strategy: Strategy, entry: Entry) -> tuple[str, str]:
-    """Returns the error's sentence and hint for the first entry that differs.
-
-    The partitioned step should equal that of one device for every model, so that a difference is a bug in the
-    partitioner or in the user's own mesh.
-    """
-    if type(strategy.mesh).__module__.partition(".")[0] == "tfdist" and entry.kind != "batch":
-        cause = "tfdist divides an operation of the step among the replicas by a wrong rule"
-        hint = "this is a bug in tfdist: train with the strategy `single`, and report the layer"
-    else:
-        cause = f"the strategy `{strategy.name}` divides batches, or sums over its replicas, incorrectly"
-        hint = "this is a bug in the strategy: check the methods of its `mesh`"
-    sentence = (
-        f"{_SUBJECTS[entry.kind].format(entry=entry)} differs from one device by {entry.difference:.2g} in step "
-        f"{entry.step}, where rounding explains {entry.sensitivity:.2g}; the likely cause: {cause}"
-    )
-    return sentence, hint
-
 
 STEPS = 3
 _NUDGES = 2
+# The prefix of the recorded values among the logs of a step.
+_MARK = "tfdist verification: "
 
 
 def verify(
@@ -118,7 +88,8 @@ def verify(
             program = strategy.program(Steps(model, "train", feed.batches, own_logs=own_logs, spec=feed.spec))
             with keras_variables.assigning_nothing():
                 program.run(feed.start(0, 0), 0, 1)
-        with tensorflow_internals.without_strategy(), _plain(model, [*variables, *_generator_state(strategy)]):
+        plain = list({id(v): v for v in [*variables, *_generator_state(strategy)]}.values())
+        with tensorflow_internals.without_strategy(), keras_variables.on_plain_variables(model, plain):
             steps = Steps(model, "train", feed.batches, own_logs=own_logs, spec=feed.spec)
             reference, *nudged = _on_one_device(strategy, steps, batches, compared, changed, watch, epsilon)
         feed = in_one_call_from or feed
@@ -155,7 +126,6 @@ def restored(strategy: Strategy, model: Any, spec: Any) -> Iterator[None]:
 
 
 def _changed_variables(strategy: Strategy, model: Any, spec: Any) -> list[Any]:
-    """Returns the variables that steps may change."""
     variables = [variable for members in training_state.variables(model).values() for variable in members]
     with _random_states_kept():
         captured = building.captured(strategy, model, spec)
@@ -163,7 +133,6 @@ def _changed_variables(strategy: Strategy, model: Any, spec: Any) -> list[Any]:
 
 
 def _generator_state(strategy: Strategy) -> list[Any]:
-    """Returns the state of the strategy's own generator for unseeded draws, if it has one."""
     generator = strategy.unseeded()
     return [] if generator is None else [generator.state]
 
@@ -215,11 +184,9 @@ def _run(program: Any, batches: Sequence[Any], variables: Sequence[Any]) -> list
         logs = program.run(BatchFeed(batch).start(0, 0), 0, 1).logs
         step: Step = {}
         for name, value in _flat(logs).items():
-            kind, _, of = name.removeprefix(MARK).partition(": ") if name.startswith(MARK) else ("log", "", name)
+            kind, _, of = name.removeprefix(_MARK).partition(": ") if name.startswith(_MARK) else ("log", "", name)
             step[kind, of] = np.asarray(value, np.float64)
-        for variable, start in zip(variables, start_values, strict=True):
-            step["variable", variable.path] = np.asarray(_value(variable) - start)
-        steps.append(step)
+        steps.append(step | _changes(variables, start_values))
     program.end_epoch()
     return steps
 
@@ -230,8 +197,12 @@ def _in_one_call(program: Any, feed: Feed, count: int, variables: Sequence[Any])
     program.begin_epoch()
     program.run(feed.start(0, 0), 0, count)
     program.end_epoch()
+    return [_changes(variables, start_values)]
+
+
+def _changes(variables: Sequence[Any], start_values: Sequence[np.ndarray]) -> Step:
     pairs = zip(variables, start_values, strict=True)
-    return [{("variable", variable.path): np.asarray(_value(variable) - start) for variable, start in pairs}]
+    return {("variable", variable.path): np.asarray(_value(variable) - start) for variable, start in pairs}
 
 
 def _value(variable: Any) -> np.ndarray:
@@ -274,10 +245,6 @@ def _random_states_kept() -> Iterator[None]:
         tensorflow_internals.restore_eager_random_state(eager_state)
 
 
-def _plain(model: Any, variables: Sequence[Any]) -> contextlib.AbstractContextManager[None]:
-    return keras_variables.on_plain_variables(model, list({id(v): v for v in variables}.values()))
-
-
 def _nudge(variables: Sequence[Any], epsilon: float, number: int) -> None:
     """Changes each floating-point number of the model by one bit of the dtype in which layers compute."""
     draw = np.random.default_rng(number)
@@ -291,8 +258,154 @@ def _nudge(variables: Sequence[Any], epsilon: float, number: int) -> None:
 def _raise_if_different(strategy: Strategy, model: Any, report: Report) -> None:
     """Raises the error of the first process with a difference in all processes."""
     first = report.first
-    error = None if first is None else [*explained(strategy, first), first.layer]
+    error = None if first is None else [*_explained(strategy, first), first.layer]
     error = next((error for error in consensus.all_gather_object(strategy, error) if error is not None), None)
     if error is not None:
         sentence, hint, layer = error
         raise VerificationError(sentence, hint, layer, report)
+
+
+def _explained(strategy: Strategy, entry: Entry) -> tuple[str, str]:
+    """Returns the error's sentence and hint for the first entry that differs.
+
+    The partitioned step should equal that of one device for every model, so that a difference is a bug in the
+    partitioner or in the user's own mesh.
+    """
+    if type(strategy.mesh).__module__.partition(".")[0] == "tfdist" and entry.kind != "batch":
+        cause = "tfdist divides an operation of the step among the replicas by a wrong rule"
+        hint = "this is a bug in tfdist: train with the strategy `single`, and report the layer"
+    else:
+        cause = f"the strategy `{strategy.name}` divides batches, or sums over its replicas, incorrectly"
+        hint = "this is a bug in the strategy: check the methods of its `mesh`"
+    sentence = (
+        f"{_SUBJECTS[entry.kind].format(entry=entry)} differs from one device by {entry.difference:.2g} in step "
+        f"{entry.step}, where rounding explains {entry.sensitivity:.2g}; the likely cause: {cause}"
+    )
+    return sentence, hint
+
+
+_SUBJECTS = {
+    "batch": "The part `{entry.name}` of the batch that a step receives",
+    "output": "The output of the layer `{entry.layer}`",
+    "added loss": "A loss that the layer `{entry.layer}` adds",
+    "loss": "The loss `{entry.name}`",
+    "whole loss": "The result of `compute_loss` of the model `{entry.layer}`",
+    "gradient": "The gradient of `{entry.name}`, of the layer `{entry.layer}`,",
+    "state": "The variable `{entry.name}`, of the layer `{entry.layer}`,",
+    "weight": "The weight `{entry.name}`, of the layer `{entry.layer}`,",
+    "optimizer": "The optimizer's variable `{entry.name}`",
+    "log": "The value `{entry.name}` in the logs",
+}
+
+
+class Watch(contextlib.AbstractContextManager[Any]):
+    """In this context, the model's `train_step` also returns its input, layer outputs, losses and gradients.
+
+    Args:
+        model: the model.
+        sees: whether anything is recorded.
+
+    Attributes:
+        seen: the layer, loss or variable of each recorded value, by the value's kind and name; `None` for the input.
+        noise: the relative noise that steps on one device add to their gradients.
+    """
+
+    def __init__(self, model: Any, sees: bool = True):
+        self.seen: dict[tuple[str, str], Any] = {}
+        self.noise: tf.Variable | None = None
+        self._model = model
+        self._sees = sees
+        self._traced_step = _TracedStep()
+
+    def __enter__(self) -> Self:
+        self._stack = contextlib.ExitStack()
+        self._stack.enter_context(keras_patches.watching(self._model, self._see))
+        step = functools.partial(self._train_step, self._model.train_step)
+        if not self._sees:  # then the wrapper counts as Keras' own step, which is recognized by `__func__`
+            vars(step)["__func__"] = getattr(self._model.train_step, "__func__", None)
+        # Past Keras' attribute tracking, so that nothing of it is saved with the model.
+        object.__setattr__(self._model, "train_step", step)
+        self._stack.callback(object.__delattr__, self._model, "train_step")
+        return self
+
+    def __exit__(self, *raised: Any) -> None:
+        self._stack.close()
+
+    def _train_step(self, step: Callable[[Any], Any], data: Any) -> Any:
+        values: dict[str, tf.Tensor] = {}
+        self._traced_step.values = values
+        self._traced_step.graph = _graph()
+        try:
+            if self._sees:
+                self._record_batch(data)
+            logs = step(data)
+        finally:
+            self._traced_step.values = None
+        return {**logs, **values} if isinstance(logs, dict) else logs
+
+    @property
+    def is_in_step(self) -> bool:
+        """Whether this thread is tracing a step, and is not in a nested graph."""
+        return self._traced_step.values is not None and _graph() is self._traced_step.graph
+
+    def _record_batch(self, data: Any) -> None:
+        """Records the input, so that a bug in dividing batches is not attributed to the first layer."""
+        parts = data if isinstance(data, tuple) and len(data) <= 3 else (data,)
+        for name, part in zip(("x", "y", "sample_weight"), parts, strict=False):
+            for tensor in tree.flatten(part):
+                if isinstance(tensor, tf.Tensor) and (tensor.dtype.is_floating or tensor.dtype.is_integer):
+                    self._record("batch", name, None, tensor)
+
+    def _see(self, kind: str, of: Any, value: Any) -> Any:
+        if not self._sees or not self.is_in_step:
+            return value
+        if kind == "gradients":
+            for variable, gradient in zip(of, value, strict=True):
+                if gradient is not None:
+                    self._record("gradient", variable.path, variable, tf.convert_to_tensor(gradient)[tf.newaxis])
+            return value if self.noise is None else [self._with_noise(gradient) for gradient in value]
+        name = getattr(of, "path", None) or of.name
+        for tensor in tree.flatten(value):
+            if isinstance(tensor, tf.Tensor) and tensor.dtype.is_floating:
+                self._record(kind, name, of, tensor)
+
+    def _with_noise(self, gradient: Any) -> Any:
+        """Adds noise of about one bit of the largest element to a gradient, like rounding errors of sums."""
+        if gradient is None:
+            return None
+        if isinstance(gradient, tf.IndexedSlices):
+            return tf.IndexedSlices(self._with_noise(gradient.values), gradient.indices, gradient.dense_shape)
+        draws = tf.random.stateless_uniform(tf.shape(gradient), [0, len(self.seen)], -1.0, 1.0, gradient.dtype)
+        largest = tf.reduce_max(tf.abs(gradient), keepdims=True) if gradient.shape.rank else tf.abs(gradient)
+        return gradient + tf.cast(self.noise, gradient.dtype) * largest * draws
+
+    def _record(self, kind: str, name: str, of: Any, rows: tf.Tensor) -> None:
+        """Records a scalar, or for a tensor its sum and its sum of absolute values, divided by its rows, float32 `[2]`.
+
+        Args:
+            kind: the kind of the value, such as "output".
+            name: the name of the value.
+            of: the layer, loss or variable of the value.
+            rows: the value.
+        """
+        values = self._traced_step.values
+        assert values is not None
+        candidates = (name if number == 1 else f"{name} ({number})" for number in range(1, len(values) + 2))
+        name = next(candidate for candidate in candidates if f"{_MARK}{kind}: {candidate}" not in values)
+        self.seen[kind, name] = of
+        rows = tf.cast(rows, tf.float32)
+        if rows.shape.rank:
+            count = tf.cast(tf.maximum(tf.shape(rows)[0], 1), tf.float32)
+            rows = tf.stack([tf.reduce_sum(rows), tf.reduce_sum(tf.abs(rows))]) / count
+        values[f"{_MARK}{kind}: {name}"] = rows
+
+
+class _TracedStep(threading.local):
+    """The step that this thread is tracing: its recorded values by name, and its graph."""
+
+    values: dict[str, tf.Tensor] | None = None
+    graph: Any = None
+
+
+def _graph() -> Any:
+    return None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()

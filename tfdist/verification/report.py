@@ -5,6 +5,7 @@ A report shows its verdict first, with `print(report)`, at Python's prompt and i
 
 from __future__ import annotations
 
+import functools
 import html
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -124,10 +125,11 @@ class Report(Shown, Mapping[str, Entry]):
 Step = dict[tuple[str, str], np.ndarray]
 
 
+@dataclass(frozen=True)
 class Comparison:
     """Compares the steps on a strategy with those on one device.
 
-    Args:
+    Attributes:
         model: the verified model.
         of: a description of the strategy and its replicas.
         groups: the variables by group, such as "optimizer".
@@ -136,24 +138,12 @@ class Comparison:
         epsilon: the machine epsilon of the coarsest dtype in which layers compute.
     """
 
-    def __init__(
-        self,
-        model: Any,
-        of: str,
-        groups: Mapping[str, Sequence[Any]],
-        sizes: Mapping[str, float],
-        seen: Mapping[tuple[str, str], Any],
-        epsilon: float,
-    ):
-        self._model = model
-        self._of = of
-        self._sizes = sizes
-        self._seen = seen
-        self._epsilon = epsilon
-        self._optimizer = {variable.path for variable in groups["optimizer"]}
-        self._trainable = {variable.path for variable in model.trainable_variables}
-        self._owners = _owners(model)
-        self._metrics = {metric.name for metric in keras_internals.metrics_of(model)}
+    model: Any
+    of: str
+    groups: Mapping[str, Sequence[Any]]
+    sizes: Mapping[str, float]
+    seen: Mapping[tuple[str, str], Any]
+    epsilon: float
 
     def report(self, reference: list[Step], nudged: list[list[Step]], actual: list[Step]) -> Report:
         """Compares the quantities that the reference, the nudged runs and the run on the strategy have in common."""
@@ -166,9 +156,9 @@ class Comparison:
             return self._entry(key, steps)
 
         common = [key for key in reference[0] if all(key in step for step in (*reference, *actual))]
-        inside = [compared(key) for key in self._seen if key in common]  # in the order of computation
-        after = [compared(key) for key in common if key not in self._seen]
-        return Report((*inside, *sorted(after, key=lambda entry: _AFTER.index(entry.kind))), len(reference), self._of)
+        inside = [compared(key) for key in self.seen if key in common]  # in the order of computation
+        after = [compared(key) for key in common if key not in self.seen]
+        return Report((*inside, *sorted(after, key=lambda entry: _AFTER.index(entry.kind))), len(reference), self.of)
 
     def _difference(
         self, key: tuple[str, str], expected: np.ndarray, nudged: Sequence[np.ndarray], actual: np.ndarray
@@ -177,9 +167,9 @@ class Comparison:
         sensitivity = max(_distance(values, expected) for values in nudged)
         size = float(np.max(np.abs(expected), initial=0))
         exact = kind == "variable" and expected.dtype.kind == "i"
-        rounding = 0.0 if exact else math.sqrt(self._epsilon) * size
+        rounding = 0.0 if exact else math.sqrt(self.epsilon) * size
         if kind == "variable" and not exact:
-            rounding += 4 * self._epsilon * (self._sizes[name] + size)  # the resolution of the variable's own values
+            rounding += 4 * self.epsilon * (self.sizes[name] + size)  # the resolution of the variable's own values
         ratio = float(np.max(np.abs(actual), initial=0)) / size if size else math.inf
         return _Difference(_distance(actual, expected), sensitivity, TIMES_ROUNDING * sensitivity + rounding, ratio)
 
@@ -192,19 +182,29 @@ class Comparison:
 
     def _kind_and_layer(self, kind: str, name: str) -> tuple[str, str]:
         if kind == "variable":
-            kind = "optimizer" if name in self._optimizer else "weight" if name in self._trainable else "state"
-        of = self._seen.get((kind, name))
-        if kind == "gradient" or kind in ("weight", "state"):
-            return kind, self._owners.get(name if of is None else of.path, self._model.name)
-        if kind == "log" and name in self._metrics:
+            kind = self._kinds.get(name, "state")
+        of = self.seen.get((kind, name))
+        if kind in ("gradient", "weight", "state"):
+            return kind, self._owners.get(name if of is None else of.path, self.model.name)
+        if kind == "log" and any(metric.name == name for metric in keras_internals.metrics_of(self.model)):
             return kind, name
-        return kind, self._model.name if of is None else of.name
+        return kind, self.model.name if of is None else of.name
+
+    @functools.cached_property
+    def _kinds(self) -> dict[str, str]:
+        """The kind of each variable that is a weight or belongs to the optimizer, by the variable's path."""
+        weights = {variable.path: "weight" for variable in self.model.trainable_variables}
+        return weights | {variable.path: "optimizer" for variable in self.groups["optimizer"]}
+
+    @functools.cached_property
+    def _owners(self) -> dict[str, str]:
+        """The name of the innermost layer of each variable, by the variable's path."""
+        layers = sorted(keras_internals.all_layers(self.model), key=lambda layer: -len(layer.variables))
+        return {variable.path: layer.name for layer in layers for variable in layer.variables}
 
 
 @dataclass(frozen=True)
 class _Difference:
-    """The difference of one quantity after one step."""
-
     difference: float
     sensitivity: float
     tolerance: float
@@ -222,9 +222,3 @@ def _distance(a: np.ndarray, b: np.ndarray) -> float:
     """Returns the largest difference; NaN equals NaN, and an infinity equals itself."""
     same = (a == b) | (np.isnan(a.astype(np.float64)) & np.isnan(b.astype(np.float64)))
     return float(np.max(np.where(same, 0.0, np.abs(np.where(same, 0, a) - np.where(same, 0, b))), initial=0))
-
-
-def _owners(model: Any) -> dict[str, str]:
-    """Returns the name of the innermost layer of each variable, by the variable's path."""
-    layers = sorted(keras_internals.all_layers(model), key=lambda layer: -len(layer.variables))
-    return {variable.path: layer.name for layer in layers for variable in layer.variables}

@@ -15,7 +15,8 @@ from tfdist.data.input import batch_parts, order
 from tfdist.data.input.division import Division
 from tfdist.data.input.feed import Batches, Feed
 from tfdist.errors import CheckpointError, DataError
-from tfdist.internals import keras_data, tensorflow_data
+from tfdist.internals import keras_data
+from tfdist.internals import tensorflow as tensorflow_internals
 from tfdist.internals.keras import tree
 from tfdist.jobs.job_environment import cores
 
@@ -88,10 +89,10 @@ class DatasetFeed(Feed):
             return [keras_data.standardized(self._adapter, self._in_order[number]) for number in numbers]
         iterator, taken = self._make_iterator(), []
         try:
-            state = tensorflow_data.iterator_state(iterator)
+            state = tensorflow_internals.iterator_state(iterator)
             taken = list(itertools.islice(iterator, count))
-            tensorflow_data.iterator_state(iterator)  # an iterator that has not begun could always be restored
-            tensorflow_data.restore_iterator(iterator, state)
+            tensorflow_internals.iterator_state(iterator)  # an iterator that has not begun could always be restored
+            tensorflow_internals.restore_iterator(iterator, state)
         except tf.errors.OpError:
             iterator, self._remaining = self._put_back(taken), iterator
         self._unused = iterator
@@ -109,7 +110,7 @@ class DatasetFeed(Feed):
         if self._in_order is not None:
             return b"" if self._in_order.without_hooks else None
         try:
-            state = b"" if self._iterator is None else tensorflow_data.iterator_state(self._iterator)
+            state = b"" if self._iterator is None else tensorflow_internals.iterator_state(self._iterator)
         except tf.errors.OpError:
             return None
         made = self._made - (self._unused is not None)  # the resumed run makes the unused iterator itself
@@ -127,7 +128,7 @@ class DatasetFeed(Feed):
             return self.start(epoch, 0)
         iterator = self._next_iterator()
         try:
-            tensorflow_data.restore_iterator(iterator, state)
+            tensorflow_internals.restore_iterator(iterator, state)
         except tf.errors.OpError as error:
             raise CheckpointError(
                 "The checkpoint was written within an epoch of other data: this dataset is made of other parts",

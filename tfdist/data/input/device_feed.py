@@ -23,7 +23,8 @@ from tfdist.data.input.array_feed import ArrayBatches, ArrayFeed
 from tfdist.data.input.division import Division
 from tfdist.data.input.feed import Batches, Feed, WrappedFeed
 from tfdist.data.input.file_feed import FileFeed
-from tfdist.internals import keras_data, tensorflow_data
+from tfdist.internals import keras_data
+from tfdist.internals import tensorflow as tensorflow_internals
 from tfdist.internals.keras import tree
 
 # The default of `device_data_bytes` for a GPU: a small part of its memory, but enough for CIFAR-10 as uint8.
@@ -132,7 +133,7 @@ class PrefetchedFeed(WrappedFeed):
 
     def start(self, epoch: int, first_batch: int) -> Any:
         parts = self._parts(epoch, first_batch, self._replicas, self._division)
-        return tensorflow_data.device_iterator(parts, self._devices)
+        return tensorflow_internals.device_iterator(parts, self._devices)
 
 
 @dataclass(frozen=True)

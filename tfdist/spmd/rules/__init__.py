@@ -1,11 +1,9 @@
 """The sharding rules of the partitioner, by family; see `tfdist.spmd.rules.registry`."""
 
 from tfdist.spmd.rules import (  # noqa: F401 - they register their rules
-    contractions,
     elementwise,
     indexing,
-    joining,
-    matrices,
+    linear_algebra,
     neural,
     reductions,
     shapes,

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from tfdist.spmd.operation import Operation
 from tfdist.spmd.placements import Shard
-from tfdist.spmd.rules.registry import OpSharding, Sharding, rule
+from tfdist.spmd.rules.registry import Operation, OpSharding, Sharding, rule
 
 _UNARY = """
     Abs Acos Acosh Asin Asinh Atan Atanh BesselI0 BesselI0e BesselI1 BesselI1e BesselJ0 BesselJ1 BesselK0

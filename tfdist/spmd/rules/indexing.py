@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from tfdist.spmd.operation import Operation
 from tfdist.spmd.placements import Shard
-from tfdist.spmd.rules.registry import OpSharding, rule
+from tfdist.spmd.rules.registry import Operation, OpSharding, rule
 
 
 @rule("Slice")
@@ -100,8 +99,8 @@ def strided_slice_gradient(operation: Operation, index: int, shard: Shard) -> Op
     strided, length = _Slice(operation, entries[0], len(lengths)), operation.length(4, shard.axis)
     for axis, entry, result in strided.axes:
         if result == shard.axis:
-            whole = lengths[axis]
-            known = None if whole is None or whole.symbols else whole.factor
+            length_before = lengths[axis]
+            known = None if length_before is None or length_before.symbols else length_before.factor
             if known is None or known != length or not strided.takes_all(entry, known):
                 return None
             return OpSharding([None] * 4 + [shard.axis], [axis], {0: axis}, strided.attributes(entry))

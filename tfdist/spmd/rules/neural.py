@@ -14,10 +14,9 @@ from collections.abc import Sequence
 
 import tensorflow as tf
 
-from tfdist.spmd.operation import Operation
 from tfdist.spmd.placements import Shard
-from tfdist.spmd.rules.matrices import along_batch
-from tfdist.spmd.rules.registry import OpSharding, Rule, Sharding, rule
+from tfdist.spmd.rules.linear_algebra import along_batch
+from tfdist.spmd.rules.registry import Operation, OpSharding, Rule, Sharding, rule
 
 PER_REPLICA_PREFIX = "tfdist_per_replica_"  # of the names of the functions
 _PER_REPLICA = {
@@ -172,7 +171,6 @@ def bias_add_gradient(operation: Operation, index: int, shard: Shard) -> OpShard
 
 
 def _channels(operation: Operation, index: int) -> int | None:
-    """The axis of the channels; `None` if it is unknown."""
     rank = operation.rank(index)
     if operation.attribute("data_format") == "NCHW":
         return 1

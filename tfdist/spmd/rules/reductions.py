@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from tfdist.spmd.operation import Operation
 from tfdist.spmd.placements import Shard
-from tfdist.spmd.rules.registry import OpSharding, Sharding, rule
+from tfdist.spmd.rules.registry import Operation, OpSharding, Sharding, rule
 
 _REDUCTIONS = {"Sum": "sum", "Mean": "sum", "Max": "max", "Min": "min", "Prod": "prod", "All": "all", "Any": "any"}
 
 
 def _after_removing(removed: set[int], axis: int) -> int:
-    """The number of `axis` once other axes are removed."""
     return axis - sum(other < axis for other in removed)
 
 
