@@ -19,8 +19,12 @@ from tfdist.internals import keras_data
 from tfdist.internals.attached import Attached
 from tfdist.loop import building, steps_per_call
 from tfdist.loop.inner_loop import PredictProgram, StepProgram
-from tfdist.loop.one_replica_program import OneReplicaPredictProgram, OneReplicaProgram
-from tfdist.loop.partitioned_program import PartitionedPredictProgram, PartitionedProgram
+from tfdist.loop.partitioned_program import (
+    OneReplicaPredictProgram,
+    OneReplicaProgram,
+    PartitionedPredictProgram,
+    PartitionedProgram,
+)
 from tfdist.spmd import Cost
 
 
