@@ -73,17 +73,14 @@ class HogwildStrategy(base.Strategy):
     def single_threaded(self) -> bool:
         return self.alone and super().single_threaded
 
-    def runs_eagerly(self, model: Any) -> bool:
-        if model.run_eagerly and not self.alone:
-            raise UsageError(
-                f"The model `{model.name}` runs eagerly, and Python lets only one thread at a time compute",
-                "compile without `run_eagerly`, or use `single`",
-            )
-        return super().runs_eagerly(model)
-
     def check(self, model: Any) -> None:
         super().check(model)
         if not self.alone:
+            if model.run_eagerly:
+                raise UsageError(
+                    f"The model `{model.name}` runs eagerly, and Python lets only one thread at a time compute",
+                    "compile without `run_eagerly`, or use `single`",
+                )
             closures.refuse_accumulation(model, "several threads")
 
     def options(self) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from tfdist.errors import UnknownNameError, UsageError
 from tfdist.groups import ProcessGroup, joining
 from tfdist.groups.packing import Packing
 from tfdist.groups.tensorflow import Communication, JoinedJob, TensorFlowGroup, join
-from tfdist.interface import gpus
+from tfdist.interface import devices as device_choice
 from tfdist.interface.traits import Traits
 from tfdist.options import Seconds
 
@@ -99,7 +99,7 @@ class MultiWorkerStrategy(DataParallel):
         """The `communication` for TensorFlow's collectives, whose own choice would be a ring on GPUs, too."""
         if self._communication != "auto" or self.devices[0] == "CPU:0":
             return self._communication
-        return "ring" if gpus.are_shared(self.world, os.environ) else "nccl"
+        return "ring" if device_choice.gpus_are_shared(self.world, os.environ) else "nccl"
 
     def _sockets(self, joined: JoinedJob) -> ProcessGroup | None:
         """Connects the processes by sockets; returns `None` if they cannot connect or do not need to."""

@@ -11,7 +11,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfdist.interface import gpus as _gpus
+from tfdist.interface import devices as device_choice
 from tfdist.strategies import base
 
 
@@ -33,7 +33,7 @@ class SingleStrategy(base.Strategy):
 
     def choose_devices(self, wanted: int | str | Sequence[str] | None) -> list[str]:
         wanted = 1 if wanted is None else wanted
-        return super().choose_devices(_gpus.hide_others(wanted) if self._exclusive else wanted)
+        return super().choose_devices(device_choice.hide_other_gpus(wanted) if self._exclusive else wanted)
 
     def scope(self) -> contextlib.AbstractContextManager[Any]:
         return tf.device(self.devices[0])

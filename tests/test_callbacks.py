@@ -21,10 +21,10 @@ from tfdist.callbacks import (
     Profile,
     Throughput,
     TimeToTarget,
-    clock,
     memory,
-    steps,
 )
+from tfdist.callbacks import throughput as throughput_module
+from tfdist.callbacks.throughput import StepCounter, TrainingClock
 from tfdist.errors import UsageError
 from tfdist.jobs.world import World
 
@@ -43,7 +43,7 @@ def fit(callbacks, model=None, *, batch_size=8, **options):
     return model.fit(X, Y, batch_size=batch_size, callbacks=callbacks, verbose=0, **options)
 
 
-@pytest.mark.parametrize("module", [clock, steps, memory])
+@pytest.mark.parametrize("module", [throughput_module, memory])
 def test_the_synopses_run(module):
     assert doctest.testmod(module).failed == 0
 
@@ -58,7 +58,7 @@ class Passing(keras.callbacks.Callback):
 
     def time(self, callback):
         """`callback`, reading this clock."""
-        callback.clock = clock.TrainingClock(now=lambda: self.seconds)
+        callback.clock = TrainingClock(now=lambda: self.seconds)
         return callback
 
     def on_train_batch_end(self, batch, logs=None):
@@ -128,7 +128,7 @@ class TestThroughput:
         assert throughput.train_seconds / history["step_seconds"][0] == pytest.approx(4)
 
     def test_a_resumed_epoch_counts_only_the_steps_it_runs(self):
-        counter = steps.StepCounter()
+        counter = StepCounter()
         counter.begin_epoch(10)
         counter.chunk_begins(6)
         counter.chunk_ended(9)

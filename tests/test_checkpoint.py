@@ -30,7 +30,7 @@ from keras import layers
 import tfdist
 from tfdist.callbacks import Checkpoint, LearningRateWarmup
 from tfdist.checkpointing import format as checkpoint_format
-from tfdist.checkpointing import random_states
+from tfdist.checkpointing import state as training_state
 from tfdist.checkpointing.format import Entry, Header
 from tfdist.errors import CheckpointError, UnknownNameError, UsageError
 
@@ -608,11 +608,11 @@ class TestResume:
         keras.utils.set_random_seed(0)
         tf.random.set_global_generator(tf.random.Generator.from_seed(0))
         draw()
-        state = random_states.snapshot()
+        state = training_state.random_states()
         expected = draw()
         keras.utils.set_random_seed(1)
         assert draw() != expected
-        random_states.restore(state)
+        training_state.restore_random_states(state)
         assert draw() == expected
 
 

@@ -8,7 +8,6 @@ import tensorflow as tf
 import tfdist
 from tfdist.errors import UnknownNameError, UsageError
 from tfdist.interface import devices as _devices
-from tfdist.interface import gpus as _gpus
 from tfdist.jobs.world import World
 
 
@@ -22,12 +21,12 @@ class Machine:
         monkeypatch.setattr(tf.config, "get_visible_devices", lambda kind: list(self.visible))
         monkeypatch.setattr(tf.config, "set_visible_devices", lambda devices, kind: setattr(self, "visible", devices))
         monkeypatch.setattr(tf.config, "get_logical_device_configuration", lambda gpu: [None] * logical)
-        monkeypatch.setattr(_gpus, "runtime_started", lambda: started)
+        monkeypatch.setattr(_devices.tensorflow_internals, "runtime_started", lambda: started)
 
     def of(self, *, local_rank=0, processes=1, **environment):
         """The numbers of the GPUs of a process."""
         world = World(local_rank, processes, local_rank, processes)
-        return [self.gpus.index(gpu) for gpu in _gpus.of_process(world, environment)]
+        return [self.gpus.index(gpu) for gpu in _devices.gpus_of_process(world, environment)]
 
 
 @pytest.mark.parametrize(("gpus", "processes"), [(8, 8), (8, 3), (2, 2), (8, 4)])
@@ -65,9 +64,9 @@ def test_fewer_gpus_than_processes_are_shared_if_memory_may_grow(monkeypatch):
     machine = Machine(monkeypatch, 2)
     shared = [machine.of(local_rank=rank, processes=5, TF_FORCE_GPU_ALLOW_GROWTH="true") for rank in range(5)]
     assert shared == [[0], [1], [0], [1], [0]]
-    assert _gpus.are_shared(World(0, 5, 0, 5), {})
-    assert not _gpus.are_shared(World(0, 2, 0, 2), {})
-    assert not _gpus.are_shared(World(0, 5, 0, 5), {"SLURM_GPUS_PER_TASK": "2"})
+    assert _devices.gpus_are_shared(World(0, 5, 0, 5), {})
+    assert not _devices.gpus_are_shared(World(0, 2, 0, 2), {})
+    assert not _devices.gpus_are_shared(World(0, 5, 0, 5), {"SLURM_GPUS_PER_TASK": "2"})
 
 
 def test_a_machine_without_gpus_has_none_to_give(monkeypatch):
@@ -76,16 +75,16 @@ def test_a_machine_without_gpus_has_none_to_give(monkeypatch):
 
 def test_a_process_sees_its_own_gpus_alone(monkeypatch):
     machine = Machine(monkeypatch, 4)
-    assert _gpus.use_only(machine.gpus[2:]) == ["GPU:0", "GPU:1"]
+    assert _devices.use_only_gpus(machine.gpus[2:]) == ["GPU:0", "GPU:1"]
     assert machine.visible == machine.gpus[2:]
-    assert _gpus.use_only(machine.gpus[2:]) == ["GPU:0", "GPU:1"]  # a second strategy of the same process
+    assert _devices.use_only_gpus(machine.gpus[2:]) == ["GPU:0", "GPU:1"]  # a second strategy of the same process
 
 
 def test_gpus_cannot_be_hidden_from_a_tensorflow_that_has_started(monkeypatch):
     machine = Machine(monkeypatch, 4, started=True)
     with pytest.raises(UsageError, match="already started with all GPUs"):
-        _gpus.use_only(machine.gpus[:1])
-    assert len(_gpus.use_only(machine.gpus)) == 4
+        _devices.use_only_gpus(machine.gpus[:1])
+    assert len(_devices.use_only_gpus(machine.gpus)) == 4
 
 
 @pytest.mark.parametrize(
@@ -94,14 +93,14 @@ def test_gpus_cannot_be_hidden_from_a_tensorflow_that_has_started(monkeypatch):
 )
 def test_an_exclusive_device_hides_the_other_gpus(monkeypatch, wanted, called, seen):
     machine = Machine(monkeypatch, 4)
-    assert _gpus.hide_others(wanted) == called
+    assert _devices.hide_other_gpus(wanted) == called
     assert [machine.gpus.index(gpu) for gpu in machine.visible] == seen
 
 
 @pytest.mark.parametrize("wanted", ["GPU:4", "GPU", 2])
 def test_what_cannot_be_one_device_hides_nothing(monkeypatch, wanted):
     machine = Machine(monkeypatch, 4)
-    assert _gpus.hide_others(wanted) == wanted
+    assert _devices.hide_other_gpus(wanted) == wanted
     assert machine.visible == machine.gpus
 
 

@@ -8,7 +8,7 @@ import tfdist
 from tfdist import strategies
 from tfdist.data.input.dataset_feed import BatchFeed
 from tfdist.errors import UnknownNameError, UsageError
-from tfdist.interface import state as strategy_state
+from tfdist.interface.variables import strategy_state
 from tfdist.relaxed import averages, compression, outer_rules
 from tfdist.relaxed import outer as outer_weights
 from tfdist.verification import comparison as verification
@@ -143,8 +143,8 @@ def test_a_verification_of_a_new_model_leaves_it_without_a_memory():
     strategy, model = tfdist.strategy("local_sgd", outer="slowmo", sync_every=2), made()
     with restored(strategy, model):
         fit(strategy, model)
-        assert strategy_state.of(model).shared
-    assert not strategy_state.of(model).shared
+        assert strategy_state(model).shared
+    assert not strategy_state(model).shared
 
 
 def test_what_another_rule_has_kept_for_each_process_is_not_taken_for_ones_own(tmp_path):
@@ -154,7 +154,7 @@ def test_what_another_rule_has_kept_for_each_process_is_not_taken_for_ones_own(t
     fit(first, made(), callbacks=[kept])
     then, model = tfdist.strategy("local_sgd", outer="slowmo", compression="int8", sync_every=2, seed=1), made()
     fit(then, model, epochs=1, callbacks=[tfdist.callbacks.Checkpoint(tmp_path, resume=True)])
-    assert not any(np.any(variable.numpy()) for variable in strategy_state.of(model).own)
+    assert not any(np.any(variable.numpy()) for variable in strategy_state(model).own)
 
 
 def test_a_saved_model_has_nothing_of_the_strategy(tmp_path):

@@ -7,11 +7,12 @@ import os
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 _unfinished: set[Path] = set()
 
 
-def write_atomically(path: Path, write: Callable[[Path], None]) -> None:
+def write_atomically(path: Path, write: Callable[[Path], Any]) -> None:
     """Writes a file atomically: `write` fills a temporary file in the same folder, which is synced and renamed.
 
     A reader, also after a crash at any time, sees either the complete old file or the complete new file.
@@ -47,11 +48,7 @@ def remove_unfinished() -> None:
 
 def write_text(path: Path, text: str) -> None:
     """Writes `text` to `path` atomically."""
-
-    def write(temporary: Path) -> None:
-        temporary.write_text(text, encoding="utf-8")
-
-    write_atomically(path, write)
+    write_atomically(path, lambda temporary: temporary.write_text(text, encoding="utf-8"))
 
 
 def _sync(path: Path) -> None:

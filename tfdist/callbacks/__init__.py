@@ -16,8 +16,7 @@ from tfdist.callbacks.chief_only import ChiefOnly
 from tfdist.callbacks.memory import MemoryUsage
 from tfdist.callbacks.non_finite import StopAtNonFiniteLoss
 from tfdist.callbacks.profile import Profile
-from tfdist.callbacks.throughput import Throughput
-from tfdist.callbacks.time_to_target import TimeToTarget
+from tfdist.callbacks.throughput import Throughput, TimeToTarget
 from tfdist.callbacks.warmup import LearningRateWarmup
 
 __all__ = [

@@ -1,4 +1,4 @@
-"""Checkpoints from which a training can be resumed as if it had never been killed.
+"""The callback `Checkpoint`: checkpoints from which a training can be resumed as if it had never been killed.
 
     model.fit(x, y, epochs=10, callbacks=[Checkpoint("run/checkpoints", every_steps=100, resume=True)])
 
@@ -24,18 +24,19 @@ import math
 import operator
 import time
 import warnings
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import keras
 
-from tfdist.callbacks.clock import ClockedCallback
-from tfdist.checkpointing import random_states, resume, untracked_variables, writer
+from tfdist.callbacks.throughput import ClockedCallback
+from tfdist.checkpointing import format as checkpoint_format
 from tfdist.checkpointing import state as training_state
+from tfdist.checkpointing import writer
 from tfdist.checkpointing.format import Entry, Header, Stored
-from tfdist.checkpointing.resume import Position
-from tfdist.checkpointing.store import Store
 from tfdist.errors import CheckpointError, UnknownNameError, UsageError
+from tfdist.interface.variables import broadcast_array
 from tfdist.internals import keras as keras_internals
 from tfdist.internals import keras_patches
 from tfdist.jobs import consensus, elastic
@@ -113,7 +114,7 @@ class Checkpoint(ClockedCallback):
         self.mode = mode
         self.resumed_from: Path | None = None
         self.resume_batch: int | None = None  # tfdist's loop begins there
-        self._store = Store(self.folder, keep)
+        self._store = _Store(self.folder, keep)
         self._writer = writer.Writer()
         self._callbacks: keras.callbacks.CallbackList | None = None
         self._strategy: Strategy | None = None
@@ -162,12 +163,12 @@ class Checkpoint(ClockedCallback):
             self._begin()
         self.resumed_from, self.resume_batch, self._stored = None, None, None
         if self._data is None or self.model.run_eagerly:  # tfdist's loop makes all variables of a graph at the start
-            resume.refuse_without_variables(self.model)
+            _refuse_without_variables(self.model)
         # A model that runs eagerly makes its metrics with the first batch, and they could not be restored before.
-        has_metrics = not self.model.run_eagerly or training_state.metrics_are_made(self.model)
+        has_metrics = not self.model.run_eagerly or keras_internals.is_built(self.model, "test")
         self._within_epochs = self._data is not None and has_metrics
         if self._peers.world.is_chief:
-            self._store.remove_unfinished()
+            checkpoint_format.remove_temporaries(self.folder)
         # Processes may differ in `resume`, such as after a restart on another machine: the chief decides for all.
         if consensus.broadcast_from_chief(self._peers, self.resume):
             self._stored = self._store.newest(self._peers, self._within_epochs)
@@ -221,13 +222,13 @@ class Checkpoint(ClockedCallback):
             return
         header = self._stored.header
         assert header.path is not None
-        resume.refuse_another_run(self.model, self._stored, self.params.get("steps"), self._seed)
-        resume.restore(self.model, self._others(), self._stored, self._peers, send=False)  # the loop sends it
+        _refuse_another_run(self.model, self._stored, self.params.get("steps"), self._seed)
+        training_state.restore(self.model, self._others(), self._stored, self._peers, send=False)  # the loop sends it
         self.resumed_from = self._writer.written = header.path
         self.best = header.best
         self.epoch_logs = list(header.epoch_logs)
         self._seconds_before = header.train_seconds
-        self._position = Position(header.epoch, header.batch, header.step - header.batch, header.step)
+        self._position = _Position(header.epoch, header.batch, header.step - header.batch, header.step)
         # A run that a callback has stopped is not continued: the loop then has no epoch to run.
         ended = header.stopped and header.epoch < self.params.get("epochs", header.epoch)
         keras_internals.set_initial_epoch(self.model, self.params["epochs"] if ended else header.epoch)
@@ -244,7 +245,7 @@ class Checkpoint(ClockedCallback):
         if self._stored is not None and self.resume_batch:
             # The callbacks have already begun this epoch, in the run that was killed: what they change in the model in
             # `on_epoch_begin`, such as LearningRateScheduler the rate, must not be changed twice.
-            resume.restore(self.model, self._others(), self._stored, self._peers, send=True)
+            training_state.restore(self.model, self._others(), self._stored, self._peers, send=True)
         self._stored, self.resume_batch = None, None
 
     def save_within_epoch(self, logs: dict[str, Any]) -> None:
@@ -286,7 +287,7 @@ class Checkpoint(ClockedCallback):
         self.epoch_logs = []
         self._seconds_before = 0.0
         self._epoch_began = None
-        self._position = Position()
+        self._position = _Position()
         self._only_at_epoch_ends = False
 
     @property
@@ -342,7 +343,8 @@ class Checkpoint(ClockedCallback):
             callbacks=states,
             data=None if data is None or self._data is None else self._data.position_in_passes,
         )
-        entries += [*untracked_variables.snapshot(self.model), *arrays, *random_states.snapshot(), *(data or [])]
+        entries += [*training_state.untracked_variables(self.model), *arrays]
+        entries += [*training_state.random_states(), *(data or [])]
         self._writer.start(functools.partial(self._store.write, header, entries))
 
     def _finish_write(self) -> None:
@@ -391,3 +393,168 @@ class _Last(keras.callbacks.Callback):
 
     def on_train_end(self, logs: Any = None) -> None:
         self.checkpoint.end()
+
+
+class _Store:
+    """The folder with the checkpoints of one run, which only the chief reads and writes.
+
+    Args:
+        folder: the folder of one run; made by the first write.
+        keep: the number of checkpoints to keep.
+    """
+
+    def __init__(self, folder: Path, keep: int):
+        self.folder = folder
+        self._keep = keep
+        self._ahead: Stored | None = None
+
+    def read_ahead(self) -> Stored | None:
+        """Reads the newest intact checkpoint on the chief; the next call of `newest` does not read it again."""
+        self._ahead = checkpoint_format.newest(self.folder)
+        return self._ahead
+
+    def newest(self, peers: consensus.Peers, within_epochs: bool) -> Stored | None:
+        """Returns the chief's newest intact checkpoint in every process; the others need no access to its disk.
+
+        The others get all values except those that the chief broadcasts once it has assigned them.
+
+        Args:
+            peers: the processes of the job, all of which must call this method.
+            within_epochs: whether a training can begin within an epoch; otherwise only ends of epochs count.
+
+        Raises:
+            CheckpointError: there are checkpoints, but all are damaged, or none is from an epoch's end.
+        """
+        stored = self._newest(within_epochs) if peers.world.is_chief else None
+        if peers.world.world_size == 1:
+            return stored
+        description = stored.described(without=training_state.is_shared) if stored else None
+        description = consensus.broadcast_from_chief(peers, description)
+        if description is None:
+            return None
+        stored = stored or checkpoint_format.described_by(description)
+        for entry in stored.entries:
+            if not training_state.is_shared(entry):
+                broadcast_array(entry.value, peers.broadcast)
+        return stored
+
+    def _newest(self, within_epochs: bool) -> Stored | None:
+        ahead, self._ahead = self._ahead, None
+        if ahead is not None and (within_epochs or ahead.header.batch == 0):
+            return ahead
+        if within_epochs:
+            return checkpoint_format.newest(self.folder)
+        stored = checkpoint_format.newest(self.folder, lambda header: header.batch == 0)
+        if stored is None and (paths := checkpoint_format.paths(self.folder)):
+            raise CheckpointError(
+                f"Keras' own `fit` and eager models cannot resume within an epoch, and `{self.folder}` contains no "
+                f"checkpoint from an epoch's end; `{paths[0].name}` is the newest",
+                "train with a strategy of tfdist, or delete the checkpoints to start from the beginning",
+            )
+        return stored
+
+    def refuse_another_run(self) -> None:
+        if paths := checkpoint_format.paths(self.folder):
+            raise CheckpointError(
+                f"The folder `{self.folder}` already contains checkpoints, of which `{paths[0].name}` is the newest, "
+                "and a new run would replace them",
+                "resume it (`Checkpoint(..., resume=True)`, `--resume`), or use another folder",
+            )
+
+    def write(self, header: Header, entries: list[Entry]) -> Path:
+        """Writes a checkpoint, emptying `entries`, and removes the oldest checkpoints beyond the number to keep."""
+        path = checkpoint_format.write(self.folder, header, entries)
+        checkpoint_format.prune(self.folder, self._keep, path)
+        return path
+
+
+@dataclass
+class _Position:
+    """The position of a run.
+
+    Attributes:
+        epoch: the number of the current epoch.
+        batch: the number of its finished steps.
+        steps_before: the number of steps of the run before the current epoch.
+        step_saved: the step of the run at its last checkpoint.
+    """
+
+    epoch: int = 0
+    batch: int = 0
+    steps_before: int = 0
+    step_saved: int = 0
+
+    @property
+    def step(self) -> int:
+        """The number of finished steps of the run."""
+        return self.steps_before + self.batch
+
+    def begin_epoch(self, epoch: int, batch: int) -> None:
+        self.epoch, self.batch = epoch, batch
+
+    def end_epoch(self) -> None:
+        self.steps_before, self.batch = self.step, 0
+
+    def is_due(self, every_steps: int | None) -> bool:
+        """Whether a multiple of `every_steps` was reached since the last checkpoint."""
+        return every_steps is not None and self.step // every_steps > self.step_saved // every_steps
+
+    def until_due(self, every_steps: int, batch: int) -> int:
+        """Returns the number of steps from batch number `batch` of the epoch to the next multiple of `every_steps`."""
+        return every_steps - (self.steps_before + batch) % every_steps
+
+
+def _refuse_without_variables(model: Any) -> None:
+    """Raises `CheckpointError` for a layer or optimizer without variables, since it could not be restored.
+
+    The compiled optimizer is built later.
+    """
+    optimizers = keras_internals.optimizers(model)
+    missing = [f"The layer `{layer.name}`" for layer in keras_internals.layers_to_build(model) if not layer.built]
+    missing += [f"The optimizer `{each.name}`" for each in optimizers if not each.built and each is not model.optimizer]
+    if missing:
+        raise CheckpointError(
+            f"{missing[0]} has no variables yet, so that a run of the model `{model.name}` could not be resumed",
+            "build it before `fit`: give the model an input shape, or call it on a batch; for an optimizer that is not "
+            "passed to `compile`, call `optimizer.build(variables)`",
+        )
+
+
+def _refuse_another_run(model: Any, stored: Stored, steps_per_epoch: int | None, seed: int | None) -> None:
+    """Raises `CheckpointError` if a checkpoint has another model, another optimizer or another order of batches.
+
+    Args:
+        model: the compiled model; its optimizer is built if the checkpoint contains the optimizer's variables.
+        stored: the checkpoint.
+        steps_per_epoch: the steps per epoch of the current run; `None` if unknown.
+        seed: the seed of the order of its examples; `None` if unknown.
+    """
+    header = stored.header
+    hint = "resume with the model and the arguments of the run that wrote it, or use another folder"
+    in_checkpoint = sum(entry.group == "optimizer" for entry in stored.entries)
+    lacks_some = in_checkpoint > len(training_state.variables(model)["optimizer"])
+    if lacks_some and model.optimizer is not None and not model.optimizer.built:
+        model.optimizer.build(model.trainable_variables)
+    optimizer = training_state.optimizer_class(model)
+    if optimizer != header.optimizer:
+        raise CheckpointError(
+            f"The checkpoint `{header.path}` has the optimizer `{header.optimizer}`, and the model `{optimizer}`", hint
+        )
+    difference = training_state.first_difference(model, stored.entries, training_state.groups_to_restore(model, stored))
+    if difference is not None:
+        raise CheckpointError(
+            f"The checkpoint `{header.path}` is of another model: it has {difference[0]}, where the model has "
+            f"{difference[1]}",
+            hint,
+        )
+    for name, written, now in (
+        ("steps in an epoch", header.steps_per_epoch, steps_per_epoch),
+        ("as the seed of the order of examples", header.seed, seed),
+    ):
+        # A run that continues within an epoch needs the same batches.
+        if header.batch and written is not None and now is not None and written != now:
+            raise CheckpointError(
+                f"The checkpoint `{header.path}` was written within an epoch, with {written} {name}, and this run "
+                f"has {now}",
+                "resume with the same data, batch size and seed",
+            )

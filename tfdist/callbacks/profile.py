@@ -17,7 +17,7 @@ from typing import Any
 
 import keras
 
-from tfdist.callbacks.steps import StepCounter
+from tfdist.callbacks.throughput import StepCounter
 from tfdist.errors import UsageError
 from tfdist.jobs import consensus
 from tfdist.profiling import remote as remote_profiler

@@ -279,7 +279,6 @@ def _step(path: Path) -> int:
 
 
 def _beginning(header: Header, entries: Iterable[Entry]) -> bytes:
-    """Returns the bytes of a file up to its arrays."""
     offset, table = 0, []
     for entry in entries:
         value = _storable(entry)

@@ -1,4 +1,10 @@
-"""Converts the state of a training to checkpoint entries and back: variables, the position in the data, and callbacks.
+"""Converts the state of a training to checkpoint entries and back.
+
+    variables            of the model, its metrics, its optimizers and its strategy
+    untracked variables  of the model, which Keras does not save: `tf.Variable`s, and the states of generators
+    callbacks            their own states, or the attributes that Keras' callbacks keep between epochs
+    data                 the position in the data
+    random states        of the global generators of Python, NumPy, Keras and TensorFlow
 
 No strategy's scope is needed, since the copies of a distributed variable are read and assigned individually.
 """
@@ -6,6 +12,7 @@ No strategy's scope is needed, since the copies of a distributed variable are re
 from __future__ import annotations
 
 import itertools
+import random
 import re
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -15,14 +22,14 @@ from typing import Any
 import keras
 import numpy as np
 import tensorflow as tf
+from tensorflow.python.ops import stateful_random_ops
 
 from tfdist.checkpointing.format import Entry, Stored
 from tfdist.errors import CheckpointError
 from tfdist.groups import parts
-from tfdist.interface import state as strategy_state
-from tfdist.interface.variables import broadcast_variables, divide
+from tfdist.interface.variables import broadcast_variables, described, divide, strategy_state
 from tfdist.internals import keras as keras_internals
-from tfdist.internals import tensorflow_variables
+from tfdist.internals import keras_variables, tensorflow_variables
 from tfdist.internals.keras import tf_variable
 from tfdist.internals.tensorflow_variables import copies
 from tfdist.jobs.consensus import Peers, all_gather_object, any_of
@@ -51,7 +58,7 @@ def variables(model: Any) -> dict[str, list[Any]]:
         "metrics": model.metrics_variables,
         "optimizer": [v for optimizer in keras_internals.optimizers(model) for v in optimizer.variables],
         "model": model.variables,
-        "strategy": strategy_state.of(model).shared,
+        "strategy": strategy_state(model).shared,
     }
     seen: set[int] = set()
     for group, members in groups.items():
@@ -76,7 +83,7 @@ def snapshot(model: Any, peers: Peers) -> list[Entry]:
             elif peers.world.is_chief:
                 value = _copied(tensorflow_variables.read(copies(variable)[0]))
                 entries.append(Entry(group, variable.path, value))
-    return entries + [_gathered("own", variable, peers) for variable in strategy_state.of(model).own]
+    return entries + [_gathered("own", variable, peers) for variable in strategy_state(model).own]
 
 
 def _copied(values: np.ndarray) -> np.ndarray:
@@ -99,6 +106,33 @@ def _gathered(group: str, variable: Any, peers: Peers) -> Entry:
         return entry
     values = [np.frombuffer(message, entry.value.dtype) for message in peers.exchange(entry.value.tobytes())]
     return replace(entry, value=np.concatenate([value.reshape(-1, *entry.shape) for value in values]))
+
+
+def restore(model: Any, callbacks: Iterable[Any], stored: Stored, peers: Peers, send: bool) -> None:
+    """Restores the variables of `model`, the states of `callbacks` and the random states from a checkpoint.
+
+    All processes must call it. `send` broadcasts the chief's variables to the other processes.
+    """
+    header, entries = stored.header, local_entries(stored.entries, peers)
+    in_chief = _assign_groups(model, stored, entries, groups_to_restore(model, stored), peers)
+    if send:
+        state = strategy_state(model)
+        peers.broadcast_variables([variable for variable in in_chief if not state.has_own(variable)])
+    _assign_own(model, stored.entries, peers)
+    _restore_callbacks_state(callbacks, header.callbacks, entries, header.train_seconds)
+    _restore_untracked(model, entries)
+    restore_random_states(entries)
+
+
+def groups_to_restore(model: Any, stored: Stored) -> tuple[str, ...]:
+    """Returns the groups of variables to restore.
+
+    A new epoch resets the metrics, so that the model may have other metrics then. The state of a strategy is restored
+    if both the checkpoint and the strategy have such variables; another strategy begins without them.
+    """
+    known = {entry.group for entry in stored.entries}
+    of_strategy = ("strategy",) if "strategy" in known and variables(model)["strategy"] else ()
+    return ("model", "optimizer", *(("metrics",) if stored.header.batch else ()), *of_strategy)
 
 
 def local_entries(entries: Iterable[Entry], peers: Peers) -> list[Entry]:
@@ -129,7 +163,7 @@ def is_shared(entry: Entry) -> bool:
     return entry.group in ("model", "optimizer", "strategy") and not entry.by_replica
 
 
-def assign(model: Any, stored: Stored, entries: Iterable[Entry], groups: Sequence[str], peers: Peers) -> list:
+def _assign_groups(model: Any, stored: Stored, entries: Iterable[Entry], groups: Sequence[str], peers: Peers) -> list:
     """Assigns `entries` of `stored` to the variables of `groups`, after `first_difference` has compared them.
 
     All processes must call it.
@@ -153,13 +187,13 @@ def assign(model: Any, stored: Stored, entries: Iterable[Entry], groups: Sequenc
     return [variable for variable, entry in pairs if is_shared(entry)]
 
 
-def assign_own(model: Any, entries: Iterable[Entry], peers: Peers) -> None:
-    """Restores the variables that differ between processes by design; all processes must call it, after `assign`.
+def _assign_own(model: Any, entries: Iterable[Entry], peers: Peers) -> None:
+    """Restores the variables that differ between processes by design; all processes must call it.
 
     If the checkpoint was written by another number of processes, or by a strategy with other variables, all processes
     get the chief's values.
     """
-    own = strategy_state.of(model).own
+    own = strategy_state(model).own
     if not own:
         return
     stored = [entry for entry in entries if entry.group == "own"]
@@ -168,7 +202,7 @@ def assign_own(model: Any, entries: Iterable[Entry], peers: Peers) -> None:
     fits = in_model == in_checkpoint and all(len(entry.value) == peers.world.world_size for entry in stored)
     if all(all_gather_object(peers, fits, "restores the values that each process has of its own")):
         for variable, entry in zip(own, stored, strict=True):
-            assign_all(variable, np.ascontiguousarray(entry.value[peers.world.rank]))
+            _assign_all(variable, np.ascontiguousarray(entry.value[peers.world.rank]))
     else:
         broadcast_variables(own, peers.broadcast, peers.world.is_chief)
 
@@ -183,23 +217,7 @@ def first_difference(model: Any, entries: Iterable[Entry], groups: Sequence[str]
         for pair in itertools.zip_longest(stored, expected, fillvalue=missing):
             if _unnumbered(pair[0]) != _unnumbered(pair[1]):
                 return pair
-    return None
-
-
-def metrics_are_made(model: Any) -> bool:
-    """Whether the variables of the compiled losses and metrics exist."""
-    return keras_internals.is_built(model, "test")
-
-
-def without_variables(model: Any) -> str | None:
-    """Names the first layer or optimizer without variables, except for the compiled optimizer, which is built later."""
-    for layer in keras_internals.layers_to_build(model):
-        if not layer.built:
-            return f"The layer `{layer.name}`"
-    for optimizer in keras_internals.optimizers(model):
-        if not optimizer.built and optimizer is not model.optimizer:
-            return f"The optimizer `{optimizer.name}`"
-    return None
+    return _untracked_difference(model, entries)
 
 
 def optimizer_class(model: Any) -> str:
@@ -225,6 +243,90 @@ def _is_finite(values: np.ndarray) -> bool:
     with np.errstate(all="ignore"):
         wide = np.float32 if values.dtype.itemsize < 4 else values.dtype
         return bool(np.isfinite(values.sum(dtype=wide))) or bool(np.isfinite(values).all())
+
+
+def untracked_variables(model: Any) -> list[Entry]:
+    """Copies the values in this process of the variables of a model that Keras does not save.
+
+    They are identified by their order.
+    """
+    untracked = _untracked(model)
+    return [
+        Entry("held", name, _as_array(copies(variable)[0]))
+        for name, variable in zip(described(untracked), untracked, strict=True)
+    ]
+
+
+def _untracked_difference(model: Any, entries: Iterable[Entry]) -> tuple[str, str] | None:
+    in_checkpoint = [entry.name for entry in entries if entry.group == "held"]
+    in_model = described(_untracked(model))
+    if not in_checkpoint or in_checkpoint == in_model:  # older checkpoints do not contain such variables
+        return None
+    kind = "variables of TensorFlow"
+    return f"{kind} {', '.join(in_checkpoint)}", f"{kind} {', '.join(in_model) or '(none)'}"
+
+
+def _restore_untracked(model: Any, entries: Iterable[Entry]) -> None:
+    stored = [entry.value for entry in entries if entry.group == "held"]
+    for variable, value in zip(_untracked(model) if stored else [], stored, strict=True):
+        for copy in copies(variable):
+            copy.assign(tf.io.parse_tensor(value.tobytes(), tf.string) if copy.dtype == tf.string else value)
+
+
+def _untracked(model: Any) -> list[Any]:
+    generators = keras_internals.instances_of(tf.random.Generator, model)
+    variables = [*keras_internals.instances_of(tf.Variable, model), *(generator.state for generator in generators)]
+    return list({id(variable): variable for variable in variables}.values())
+
+
+def _as_array(variable: Any) -> np.ndarray:
+    """Returns the value; strings are serialized to bytes."""
+    if variable.dtype == tf.string:
+        return np.frombuffer(tf.io.serialize_tensor(variable.read_value()).numpy(), np.uint8)
+    return np.array(variable.numpy())
+
+
+def random_states() -> list[Entry]:
+    """Copies the states of the global random generators of Python, NumPy, Keras and TensorFlow.
+
+    The state of TensorFlow's stateful operations, such as `tf.random.normal`, is part of a graph and cannot be read.
+    """
+    version, numbers, gauss = random.getstate()
+    del version
+    gauss = np.array([] if gauss is None else [gauss])
+    name, key, position, has_gauss, cached = np.random.get_state(legacy=True)
+    states = {"python": np.array(numbers, "uint32"), "python_gauss": gauss}
+    if name == "MT19937":
+        states["numpy"] = np.asarray(key, "uint32")
+        states["numpy_rest"] = np.array([position, has_gauss, cached], "float64")
+    generator = keras_variables.generator_of_unseeded()
+    if generator is not None:
+        states["keras"] = copies(generator.state)[0].numpy()
+    generator = getattr(stateful_random_ops, "global_generator", None)
+    if generator is not None:
+        states["tensorflow"] = copies(generator.state)[0].numpy()
+        states["tensorflow_kind"] = np.array(generator.algorithm)
+    return [Entry("random", name, value) for name, value in states.items()]
+
+
+def restore_random_states(entries: Iterable[Entry]) -> None:
+    """Restores the generators from the result of `random_states`."""
+    states = {entry.name: entry.value for entry in entries if entry.group == "random"}
+    if "keras" in states:  # before Python's generator, from which a new Keras generator draws its seed
+        _assign_all(keras_variables.made_generator_of_unseeded().state, states["keras"])
+    else:
+        keras_variables.forget_generator_of_unseeded()
+    if "tensorflow" in states:
+        if getattr(stateful_random_ops, "global_generator", None) is None:
+            generator = tf.random.Generator.from_state(states["tensorflow"], int(states["tensorflow_kind"]))
+            tf.random.set_global_generator(generator)
+        else:
+            _assign_all(tf.random.get_global_generator().state, states["tensorflow"])
+    if "numpy" in states:
+        position, has_gauss, cached = states["numpy_rest"].tolist()
+        np.random.set_state(("MT19937", states["numpy"], int(position), int(has_gauss), cached))
+    gauss = states["python_gauss"].tolist()
+    random.setstate((3, tuple(states["python"].tolist()), gauss[0] if gauss else None))
 
 
 def data_state(data: Any, peers: Peers) -> list[Entry] | None:
@@ -269,7 +371,7 @@ def callbacks_state(callbacks: Iterable[Any]) -> tuple[list[dict[str, Any]], lis
     return states, entries
 
 
-def restore_callbacks_state(
+def _restore_callbacks_state(
     callbacks: Iterable[Any], states: Iterable[dict[str, Any]], entries: Iterable[Entry], train_seconds: float
 ) -> None:
     """Restores callbacks by class and order; callbacks that are not in the checkpoint keep their initial state."""
@@ -300,26 +402,24 @@ def _has_parts(variable: Any) -> bool:
 def _assign(variable: Any, entry: Entry) -> None:
     targets, values = copies(variable), list(entry.value) if entry.by_replica else [entry.value]
     if not _has_parts(variable):
-        assign_all(variable, sum(values[1:], values[0]))
+        _assign_all(variable, sum(values[1:], values[0]))
     elif len(values) == len(targets):
         for copy, value in zip(targets, values, strict=True):
             copy.assign(value)
     elif tf_variable(variable).aggregation == tf.VariableAggregation.SUM:
         # The checkpoint was written by another number of replicas: only the sum matters.
-        assign_all(variable, np.zeros_like(values[0]))
+        _assign_all(variable, np.zeros_like(values[0]))
         targets[0].assign(sum(values[1:], values[0]))
     else:
-        assign_all(variable, values[0])
+        _assign_all(variable, values[0])
 
 
-def assign_all(variable: Any, value: np.ndarray) -> None:
-    """Assigns `value` to all copies of a variable in this process."""
+def _assign_all(variable: Any, value: np.ndarray) -> None:
     for copy in copies(variable):
         tensorflow_variables.fill(copy, value)
 
 
 def _described(group: str, variable: Any, name: str) -> str:
-    """Describes a variable or an entry."""
     dtype = keras.backend.standardize_dtype(variable.dtype)
     return f"the {group} variable `{name}` {dtype} {list(parts.whole_shape(variable))}"
 
@@ -363,7 +463,6 @@ def _to_json(value: Any, owner: str, entries: list[Entry]) -> Any:
 
 
 def _from_json(value: Any, arrays: Sequence[np.ndarray]) -> Any:
-    """Reverses `_to_json`."""
     if isinstance(value, list):
         return [_from_json(item, arrays) for item in value]
     if isinstance(value, dict):

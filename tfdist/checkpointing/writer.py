@@ -42,7 +42,6 @@ class Writer:
         self._thread.start()
 
     def wait(self) -> None:
-        """Waits for the current write."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None

@@ -24,7 +24,6 @@ from tfdist.errors import UnknownNameError, UsageError
 from tfdist.groups.packing import Packing
 from tfdist.groups.sockets import costs
 from tfdist.interface import devices as device_choice
-from tfdist.interface import gpus
 from tfdist.interface.program import Program, Steps
 from tfdist.interface.variables import Variables
 from tfdist.jobs.world import World
@@ -112,13 +111,13 @@ class DataParallel(JobStrategy):
     def choose_devices(self, wanted: int | str | Sequence[str] | None) -> list[str]:
         if not self.is_staged or wanted is not None:
             return super().choose_devices(wanted)
-        process_gpus = gpus.of_process(World.detect(os.environ), os.environ)
+        process_gpus = device_choice.gpus_of_process(World.detect(os.environ), os.environ)
         if 0 < len(process_gpus) < self._stage_count:
             raise UsageError(
                 f"`stages` is {self._stage_count}, and a process of `{self.name}` has {len(process_gpus)} GPUs",
                 f"use `stages={len(process_gpus)}`, or fewer processes on this machine",
             )
-        return gpus.use_only(process_gpus[: self._stage_count]) or device_choice.choose(self._stage_count)
+        return device_choice.use_only_gpus(process_gpus[: self._stage_count]) or device_choice.choose(self._stage_count)
 
     def set_up(self) -> None:
         super().set_up()

@@ -43,7 +43,6 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
         return None if self._done else 1
 
     def on_train_begin(self, logs: Logs = None) -> None:
-        """Prepares for a new `fit`."""
         self._done = False
 
     def on_train_batch_begin(self, batch: int, logs: Logs = None) -> None:
@@ -75,7 +74,6 @@ class MetricAverageCallback(keras.callbacks.Callback):
     """
 
     def on_epoch_end(self, epoch: int, logs: Logs = None) -> None:
-        """Replaces the values in `logs`."""
         if not logs:
             return
         names = sorted(logs)
@@ -128,7 +126,6 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):
         return None if self.staircase or not self._applies() else 1
 
     def on_train_begin(self, logs: Logs = None) -> None:
-        """Checks that the learning rate can be set."""
         warmup.refuse_schedule(self.model.optimizer, type(self).__name__)
         self.steps_per_epoch = self.steps_per_epoch or self.params.get("steps")
         if not self.staircase and not self.steps_per_epoch:
@@ -138,7 +135,6 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):
             )
 
     def on_epoch_begin(self, epoch: int, logs: Logs = None) -> None:
-        """Notes the epoch."""
         self._epoch = epoch
 
     def on_train_batch_begin(self, batch: int, logs: Logs = None) -> None:
@@ -148,7 +144,6 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):
         self._set(self._epoch if self.staircase else self._epoch + batch / (self.steps_per_epoch or 1))
 
     def on_epoch_end(self, epoch: int, logs: Logs = None) -> None:
-        """Adds `lr` to `logs`."""
         if logs is not None:
             logs["lr"] = warmup.current(self.model.optimizer)
 
@@ -201,7 +196,6 @@ class LearningRateWarmupCallback(LearningRateScheduleCallback):
         self.verbose = verbose
 
     def on_epoch_end(self, epoch: int, logs: Logs = None) -> None:
-        """Adds `lr` to `logs`, and prints a line when the warm-up ends."""
         super().on_epoch_end(epoch, logs)
         if self.verbose and epoch == self.warmup_epochs - 1 and engine.load().rank() == 0:
             rate = warmup.current(self.model.optimizer)

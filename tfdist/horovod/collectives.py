@@ -59,26 +59,21 @@ def broadcast_variables(
         inplace: has no effect.
     """
     del inplace
-    _broadcast(variables, root_rank, process_set)
+    broadcast_(variables, root_rank, process_set=process_set)
 
 
 @tf.autograph.experimental.do_not_convert
 def broadcast_(variables: Iterable[Any], root_rank: int, name: str | None = None, process_set: Any = None) -> list[Any]:
     """Does the same as `broadcast_variables`, and returns the values. `name` has no effect."""
     del name
-    return _broadcast(variables, root_rank, process_set)
-
-
-def _broadcast(variables: Iterable[Any], root_rank: int, process_set: Any) -> list[Any]:
     hvd = engine.load()
     plain = [variable.value if isinstance(variable, keras.Variable) else variable for variable in variables]
-    name = operations.next_name("tfdist.broadcast")
+    prefix = operations.next_name("tfdist.broadcast")
     options = {"process_set": process_set or hvd.global_process_set, "ignore_name_scope": True}
 
     def send(tensors: list[Any]) -> list[Any]:
-        return [
-            hvd.broadcast(tensor, root_rank, name=f"{name}.{index}", **options) for index, tensor in enumerate(tensors)
-        ]
+        named = ((f"{prefix}.{index}", tensor) for index, tensor in enumerate(tensors))
+        return [hvd.broadcast(tensor, root_rank, name=name, **options) for name, tensor in named]
 
     with operations.named("a broadcast of variables"):
         sent = packed(send, Packing(None))([tf.convert_to_tensor(variable) for variable in plain])

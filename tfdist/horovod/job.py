@@ -50,7 +50,6 @@ class Progress:
         self.stage += 1 + self.stage % 2
 
     def end(self, place: str) -> None:
-        """Notes that the training has ended."""
         self.place = place
         self.stage += 1
 

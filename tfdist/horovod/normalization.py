@@ -10,7 +10,7 @@ import tensorflow as tf
 from tfdist.errors import UsageError
 from tfdist.groups import horovod as engine
 from tfdist.groups import opaque
-from tfdist.horovod import batches, operations, reduction
+from tfdist.horovod import operations, reduction
 from tfdist.internals import keras as keras_internals
 
 
@@ -48,9 +48,8 @@ class SyncBatchNormalization(keras.layers.BatchNormalization):
 
 def _sum_over_processes(local: tf.Tensor, name: str) -> tf.Tensor:
     """Returns the sums over the processes; the processes' gradients are weighted like those of their losses."""
-    batch = batches.current()
-    weighted = batch is not None and reduction.averages_by_examples(batch.optimizer, default=True)
-    examples = batch.examples if batch is not None and weighted else None
+    batch = reduction.current_batch()
+    examples = batch.examples if reduction.averages_by_examples(batch.optimizer, default=True) else None
 
     @tf.custom_gradient
     def summed(local: tf.Tensor) -> Any:

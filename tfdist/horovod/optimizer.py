@@ -15,7 +15,7 @@ import keras
 import tensorflow as tf
 
 from tfdist.errors import UsageError
-from tfdist.horovod import batches, operations, reduction
+from tfdist.horovod import operations, reduction
 from tfdist.internals import keras as keras_internals
 from tfdist.internals import keras_patches
 
@@ -75,7 +75,7 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
         compression=compression,
         sparse_as_dense=sparse_as_dense,
     )
-    batches.install()
+    reduction.install_batches()
     reduction.install_loss_factors()
     divisor = backward_passes_per_step if average_aggregated_gradients else 1
     accumulation = _Accumulation(backward_passes_per_step, divisor) if backward_passes_per_step > 1 else None
@@ -106,7 +106,7 @@ class _ReducedUpdate:
                 reduced = self._reduction.reduce(gradients, self._name, weight)
             update(reduced)
 
-        examples = batches.examples() if self.weights_by_examples else None
+        examples = reduction.current_batch().examples if self.weights_by_examples else None
         if self._accumulation is None:
             reduce_and_update(gradients, examples)
         else:

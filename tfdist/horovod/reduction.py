@@ -11,22 +11,27 @@ value of the loss remains that of the process.
     a mean over d valid entries, of D in all processes  (d / D) / (n / N)
     a weighted mean with the sum of weights d           the same
     a sum, to be averaged over the processes            (1 / processes) / (n / N)
+
+Keras passes each batch to the model's `train_step`. The number of its examples is the length of the first axis of its
+first tensor, as everywhere in Keras. In a custom training loop it is unknown which tensors are the batch.
 """
 
 from __future__ import annotations
 
 import functools
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import keras
 import tensorflow as tf
 
 from tfdist.errors import UnknownNameError, UsageError
 from tfdist.groups import horovod as engine
 from tfdist.groups import opaque
 from tfdist.groups import packing as gradient_reduction
-from tfdist.horovod import batches, operations
+from tfdist.horovod import operations
 from tfdist.internals import keras as keras_internals
 from tfdist.internals import keras_patches
 
@@ -169,6 +174,63 @@ def _gather_rows(slices: tf.IndexedSlices, op: Any, name: str) -> tf.IndexedSlic
     return tf.IndexedSlices(values, indices, slices.dense_shape)
 
 
+@dataclass(frozen=True)
+class Batch:
+    """A batch of a Keras training step.
+
+    Attributes:
+        examples: the number of examples, int64; `None` if it is unknown.
+        optimizer: the model's optimizer, or `None`.
+    """
+
+    examples: tf.Tensor | None = None
+    optimizer: Any = None
+
+
+class _ThreadState(threading.local):
+    batch = Batch()
+
+
+_thread = _ThreadState()
+
+
+@functools.cache
+def install_batches() -> None:
+    """Makes `current_batch` available in the training steps of Keras' own loop from now on."""
+    keras_patches.around_steps(_with_batch)
+
+
+def current_batch() -> Batch:
+    """Returns the batch of the training step that runs or is traced; outside of training steps, nothing is known."""
+    return _thread.batch
+
+
+def _with_batch(model: Any, step: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    if step != model.train_step:
+        return step
+
+    @functools.wraps(step)
+    def with_batch(data: Any) -> Any:
+        previous, _thread.batch = _thread.batch, Batch(_length(data), getattr(model, "optimizer", None))
+        try:
+            return step(data)
+        finally:
+            _thread.batch = previous
+
+    return with_batch
+
+
+def _length(data: Any) -> tf.Tensor | None:
+    for tensor in keras.tree.flatten(data):
+        if isinstance(tensor, tf.RaggedTensor):
+            return tensor.nrows(tf.int64)
+        if isinstance(tensor, tf.SparseTensor):
+            return tensor.dense_shape[0]
+        if hasattr(tensor, "shape") and tf.TensorShape(tensor.shape).rank != 0:
+            return tf.shape(tensor, tf.int64)[0]
+    return None
+
+
 def averages_by_examples(optimizer: Any, default: bool = False) -> bool:
     """Whether a distributed `optimizer` weights gradients by examples; `default` if there is none."""
     around = None if optimizer is None else keras_patches.around_apply(optimizer)
@@ -190,8 +252,8 @@ def _reduced_loss(
     dtype: Any = None,
 ) -> Any:
     loss = original(values, sample_weight=sample_weight, mask=mask, reduction=reduction, dtype=dtype)
-    batch = batches.current()
-    if batch is None or batch.examples is None or loss.shape.rank != 0 or not averages_by_examples(batch.optimizer):
+    batch = current_batch()
+    if batch.examples is None or loss.shape.rank != 0 or not averages_by_examples(batch.optimizer):
         return loss
     divisor = _divisor(loss, sample_weight, mask, reduction)
     return loss if divisor is None else _with_gradient_factor(loss, _loss_factor(batch, divisor))
@@ -209,7 +271,7 @@ def _divisor(loss: Any, sample_weight: Any, mask: Any, reduction: str | None) ->
     return None
 
 
-def _loss_factor(batch: batches.Batch, divisor: Any) -> tf.Tensor:
+def _loss_factor(batch: Batch, divisor: Any) -> tf.Tensor:
     hvd = engine.load()
     examples = tf.cast(batch.examples, tf.float64)
     previous_update = tf.convert_to_tensor(keras_internals.iterations(batch.optimizer))

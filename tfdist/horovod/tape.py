@@ -16,7 +16,7 @@ import tensorflow as tf
 
 from tfdist.errors import UsageError
 from tfdist.groups import horovod as engine
-from tfdist.horovod import batches, operations, reduction
+from tfdist.horovod import operations, reduction
 from tfdist.internals import keras as keras_internals
 
 
@@ -81,7 +81,7 @@ class DistributedGradientTape(tf.GradientTape):
                 "DistributedGradientTape received `examples`, but does not average over them",
                 "remove `examples`, or `op` and `average_over`",
             )
-        batches.install()
+        reduction.install_batches()
 
     def __enter__(self) -> DistributedGradientTape:
         self._inner.__enter__()
@@ -160,7 +160,7 @@ class DistributedGradientTape(tf.GradientTape):
         return local, [pair for pair in pairs if _identity(pair[0]) not in self._local]
 
     def _weight(self, gradients: list[Any], name: str) -> tf.Tensor | None:
-        examples = batches.examples() if self._examples is None else self._examples
+        examples = reduction.current_batch().examples if self._examples is None else self._examples
         if examples is None or not self._reduction.weights_by_examples:
             return None
         # A graph may contain several steps; the number of examples is sent after a gradient of its own step.

@@ -9,7 +9,6 @@ Each replica is weighted by its share of the examples, so that the result is the
 
 from __future__ import annotations
 
-import functools
 import math
 import time
 from collections.abc import Sequence
@@ -111,15 +110,13 @@ def _products_per_second(device: str) -> float:
     """Measures the number of matrix products that the device computes per second."""
     with tf.device(device):
         matrix = tf.ones([MATRIX_ROWS, MATRIX_ROWS]) / MATRIX_ROWS
-        product = functools.partial(_product, matrix)
-        product()  # initialization is not measured
+
+        def multiply() -> None:
+            tf.matmul(matrix, matrix)[0, 0].numpy()  # waits for the result on any device
+
+        multiply()  # initialization is not measured
         began, products = time.perf_counter(), 0
         while time.perf_counter() - began < SECONDS:
-            product()
+            multiply()
             products += 1
         return products / (time.perf_counter() - began)
-
-
-def _product(matrix: tf.Tensor) -> None:
-    """Multiplies a matrix by itself, and waits for the result on any device."""
-    tf.matmul(matrix, matrix)[0, 0].numpy()

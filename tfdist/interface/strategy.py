@@ -349,13 +349,11 @@ class Strategy:
             DisagreementError: the variables of the processes have different shapes or dtypes.
         """
         if self.world.world_size > 1:
-            consensus.require_equal_variables(self, variables_module.described(variables))
+            described = variables_module.described(variables)
+            consensus.require_equal_variables(self, described)
             whole = [variable for variable in variables if parts.part_of(variable) is None]
-            if unless_equal:
-                checksum = variables_module.checksum(whole)
-                if len(set(consensus.all_gather_object(self, checksum, "compares its variables"))) == 1:
-                    return
-            variables_module.broadcast_variables(whole, self.broadcast, self.world.is_chief)
+            if not unless_equal or variables_module.differ(whole, self, "compares its variables"):
+                variables_module.broadcast_variables(whole, self.broadcast, self.world.is_chief)
 
     def build_optimizer(self, model: Any, optimizer: Any, variables: Sequence[Any]) -> None:
         """Creates the variables of an `optimizer` of `model` that updates `variables`."""

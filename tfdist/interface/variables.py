@@ -1,4 +1,4 @@
-"""The variables of a model: where a strategy places them, and how all processes get the chief's values.
+"""The variables of a model and its strategy: where they are placed, and how all processes get the chief's values.
 
 Values are broadcast as bytes, so that every dtype arrives bit by bit. Small variables are packed into one message and
 large ones are sent in pieces, so that no process needs more memory than one message takes.
@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import zlib
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -22,9 +23,11 @@ import tensorflow as tf
 
 from tfdist.groups import ProcessGroup, parts
 from tfdist.groups.packing import summed
-from tfdist.internals import tensorflow_variables
+from tfdist.internals import tensorflow_functions, tensorflow_variables
+from tfdist.internals.attached import Attached
 from tfdist.internals.keras import tf_variable
 from tfdist.internals.tensorflow_variables import PIECE_BYTES, filled, memory, read, size_bytes
+from tfdist.jobs import consensus
 
 # Broadcasts the chief's bytes, uint8 `[n]`; every process passes an array of this length.
 Broadcast = Callable[[np.ndarray], np.ndarray]
@@ -70,6 +73,48 @@ class Variables:
         return summed(group, values, name) if self.in_parts and group.size > 1 else values
 
 
+@dataclass(frozen=True)
+class StrategyState:
+    """The state that a strategy keeps for a model besides the model's own variables, for checkpoints.
+
+    These Keras variables are attached to the model but are not part of it: `model.save` leaves them out. Some variables
+    in `own` belong to the model's optimizer, so that a checkpoint also has the chief's values in that place.
+
+    Attributes:
+        shared: variables with the same value in all processes, such as the momentum of an outer optimizer.
+        own: variables with a different value in each process, such as optimizer state that is not averaged.
+        kept: the object that the strategy works with between steps, created for these variables.
+        made_for: the ids of the objects for which `kept` was created.
+    """
+
+    shared: Sequence[Any] = ()
+    own: Sequence[Any] = ()
+    kept: Any = None
+    made_for: tuple[int, ...] = ()
+    _own_ids: frozenset[int] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_own_ids", frozenset(map(id, self.own)))
+
+    def has_own(self, variable: Any) -> bool:
+        """Whether the value of `variable` differs between processes."""
+        return id(variable) in self._own_ids
+
+
+_NOTHING = StrategyState()
+_state: Attached[StrategyState] = Attached("strategy_state")
+
+
+def keep_strategy_state(model: Any, state: StrategyState) -> None:
+    """Attaches `state` to `model`, replacing any earlier state."""
+    _state.set(model, state)
+
+
+def strategy_state(model: Any) -> StrategyState:
+    """Returns the strategy state that is attached to `model`, empty if there is none."""
+    return _state.get(model) or _NOTHING
+
+
 def broadcast_variables(variables: Iterable[Any], broadcast: Broadcast, is_chief: bool) -> None:
     """Assigns the chief's values to Keras or TensorFlow `variables`."""
     for pack in tensorflow_variables.packs(variables, PIECE_BYTES):
@@ -100,12 +145,39 @@ def _broadcast_pack(pack: Sequence[Sequence[Any]], broadcast: Broadcast, is_chie
             variable.assign(values)
 
 
+def broadcast_handles(handles: Sequence[Sequence[tf.Tensor]], peers: consensus.Peers) -> None:
+    """Assigns the chief's values to variables of any dtype, including strings.
+
+    Args:
+        handles: the handles of each variable's copies in this process.
+        peers: the processes, which all call this function.
+    """
+    if not handles or peers.world.world_size == 1:
+        return
+    values = [tf.io.serialize_tensor(tensorflow_functions.read(copies[0])).numpy() for copies in handles]
+    lengths = consensus.broadcast_from_chief(peers, list(map(len, values)))  # strings have different lengths
+    is_chief = peers.world.is_chief
+    message = np.frombuffer(b"".join(values), np.uint8) if is_chief else np.empty(sum(lengths), np.uint8)
+    broadcast_array(message, peers.broadcast)
+    if is_chief:
+        return
+    for copies, part in zip(handles, np.split(message, np.cumsum(lengths)[:-1]), strict=True):
+        value = tf.io.parse_tensor(part.tobytes(), tensorflow_functions.read(copies[0]).dtype)
+        for handle in copies:
+            tensorflow_functions.set_value(handle, value)
+
+
 def checksum(variables: Iterable[Any]) -> int:
     """Returns the CRC-32 of the values."""
     crc = 0
     for variable in variables:
         crc = zlib.crc32(memory(read(tensorflow_variables.copies(variable)[0])).data, crc)
     return crc
+
+
+def differ(variables: Iterable[Any], peers: consensus.Peers, doing: str) -> bool:
+    """Whether the processes, which all call this function, have different values; `doing` is a verb for messages."""
+    return len(set(consensus.all_gather_object(peers, checksum(variables), doing))) > 1
 
 
 def divide(variable: Any, whole: np.ndarray | None, broadcast: Broadcast) -> None:

@@ -1,9 +1,14 @@
-"""Creates the variables of layers, losses, metrics and optimizers before the steps of a model are traced.
+"""Creates the variables of a model before its steps are traced, and gives all processes the chief's values.
 
-Keras creates them while it traces a step for the first time. tfdist's steps run inside a graph's loop, or on several
-replicas at once, where TensorFlow cannot create variables. Therefore a step is first traced in a scratch graph, which
-is thrown away and never computed. The variables are created outside of that graph, in the strategy's scope, so that
-every model is built as Keras builds it, whatever its step takes and returns.
+Keras creates the variables of layers, losses, metrics and optimizers while it traces a step for the first time.
+tfdist's steps run inside a graph's loop, or on several replicas at once, where TensorFlow cannot create variables.
+Therefore a step is first traced in a scratch graph, which is thrown away and never computed. The variables are created
+outside of that graph, in the strategy's scope, so that every model is built as Keras builds it, whatever its step takes
+and returns.
+
+A step also uses variables that Keras does not track: the `tf.Variable`s of layers, closures and scripts. Among them are
+the states of TensorFlow's random generators, some of which start differently in each process. They are known once a
+step is traced, since its graph captures them.
 
 With `run_eagerly=True`, nothing is traced, and the first step creates its variables as in Keras.
 """
@@ -11,18 +16,22 @@ With `run_eagerly=True`, nothing is traced, and the first step creates its varia
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import itertools
+from collections.abc import Iterator, Sequence
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 
-from tfdist.interface import state as strategy_state
+from tfdist.checkpointing import state as training_state
 from tfdist.interface.strategy import Strategy
+from tfdist.interface.variables import broadcast_handles, strategy_state
 from tfdist.internals import keras as keras_internals
-from tfdist.internals import keras_data, keras_variables, tensorflow_variables
+from tfdist.internals import keras_data, keras_variables, tensorflow_functions, tensorflow_variables
 from tfdist.internals import tensorflow as tensorflow_internals
+from tfdist.internals.attached import Attached
 from tfdist.jobs import consensus
-from tfdist.loop import captured_variables, metrics
+from tfdist.loop import metrics
 
 
 def build(strategy: Strategy, model: Any, kind: str, spec: Any) -> Any:
@@ -45,12 +54,11 @@ def build(strategy: Strategy, model: Any, kind: str, spec: Any) -> Any:
 
 
 def _built(strategy: Strategy, model: Any, kind: str, spec: Any) -> Any:
-    if not _must_rehearse(model, kind):
-        return None
     count = len(_variables(model))
-    with tensorflow_internals.scratch_graph(strategy.scope) as outside:
-        batch = tensorflow_internals.placeholders(keras_data.without_optionals(spec))
-        logs = _rehearse(strategy, model, kind, batch, outside)
+    custom = keras_internals.has_own_step(model, kind) or (kind != "predict" and keras_internals.has_own_logs(model))
+    if not custom and keras_internals.is_built(model, kind):
+        return None
+    logs, _ = _rehearse(strategy, model, kind, spec)
     variables = _variables(model)
     if len(variables) > count:
         strategy.broadcast_variables(variables, unless_equal=True)
@@ -60,36 +68,21 @@ def _built(strategy: Strategy, model: Any, kind: str, spec: Any) -> Any:
     return tf.nest.map_structure(lambda value: tf.TensorSpec(getattr(value, "shape", ()), tf.float32), logs)
 
 
-def captured(strategy: Strategy, model: Any, spec: Any) -> list[captured_variables.CapturedVariable]:
-    """Returns the copies of the variables that a training step of a built `model` uses and Keras does not track.
-
-    The list is empty if the step is not traced.
-    """
-    if strategy.runs_eagerly(model):
-        return []
+def _rehearse(strategy: Strategy, model: Any, kind: str, spec: Any) -> tuple[Any, Any]:
+    """Traces the step in a scratch graph; returns the step's result, and the graph."""
     with tensorflow_internals.scratch_graph(strategy.scope) as outside:
         batch = tensorflow_internals.placeholders(keras_data.without_optionals(spec))
-        _rehearse(strategy, model, "train", batch, outside)
         graph = tf.compat.v1.get_default_graph()
-    return captured_variables.copies(strategy, captured_variables.of_graph(strategy, model, graph))
-
-
-def broadcast(strategy: Strategy, model: Any) -> None:
-    """Broadcasts the chief's variables of a model and its optimizers, except those that differ by design."""
-    state = strategy_state.of(model)
-    shared = [*_variables(model), *state.shared, *_state_of_unseeded(strategy)]
-    strategy.broadcast_variables([v for v in shared if not state.has_own(v)])
-    captured_variables.broadcast(strategy, model)
-
-
-def _state_of_unseeded(strategy: Strategy) -> list[Any]:
-    """Returns the state of Keras' generator for unseeded draws; if the chief has none, the others delete theirs."""
-    if strategy.world.world_size == 1:
-        return []
-    if consensus.broadcast_from_chief(strategy, keras_variables.generator_of_unseeded() is not None):
-        return [keras_variables.made_generator_of_unseeded().state]
-    keras_variables.forget_generator_of_unseeded()
-    return []
+        with traced(strategy, model):
+            if kind != "train" or keras_internals.has_own_step(model, kind):
+                return getattr(model, f"{kind}_step")(batch), graph
+            # Beyond the forward pass, Keras' own step creates only the optimizer's variables.
+            logs = keras_internals.forward(model, batch)
+            optimizer = model.optimizer
+            if optimizer is not None and not optimizer.built:
+                with outside():
+                    strategy.build_optimizer(model, optimizer, model.trainable_variables)
+            return logs, graph
 
 
 @contextlib.contextmanager
@@ -109,6 +102,15 @@ def traced(strategy: Strategy, model: Any) -> Iterator[None]:
             strategy.broadcast_variables([generator.state])
 
 
+def broadcast(strategy: Strategy, model: Any) -> None:
+    """Broadcasts the chief's variables of a model and its optimizers, except those that differ by design."""
+    state = strategy_state(model)
+    shared = [*_variables(model), *state.shared, *_state_of_unseeded(strategy)]
+    copies = [_copies(strategy, handle) for handle in (_captured.get(model) or {}).values()]
+    strategy.broadcast_variables([v for v in shared if not state.has_own(v)])
+    broadcast_handles(copies, strategy)
+
+
 def spread(strategy: Strategy, model: Any) -> None:
     """Copies the chief's first copy of each variable of a model and its optimizers to all other copies."""
     metrics_variables = {id(variable) for variable in model.metrics_variables}
@@ -126,21 +128,75 @@ def _variables(model: Any) -> list[Any]:
     return list({id(v): v for v in [*model.variables, *optimizers]}.values())
 
 
-def _must_rehearse(model: Any, kind: str) -> bool:
-    """Whether a step must be traced in a scratch graph: the model is not built, or has a custom step or logs."""
-    custom = keras_internals.has_own_step(model, kind) or (kind != "predict" and keras_internals.has_own_logs(model))
-    return custom or not keras_internals.is_built(model, kind)
+def _state_of_unseeded(strategy: Strategy) -> list[Any]:
+    """Returns the state of Keras' generator for unseeded draws; if the chief has none, the others delete theirs."""
+    if strategy.world.world_size == 1:
+        return []
+    if consensus.broadcast_from_chief(strategy, keras_variables.generator_of_unseeded() is not None):
+        return [keras_variables.made_generator_of_unseeded().state]
+    keras_variables.forget_generator_of_unseeded()
+    return []
 
 
-def _rehearse(strategy: Strategy, model: Any, kind: str, batch: Any, outside: Any) -> Any:
-    """Traces the step, and returns its result."""
-    with traced(strategy, model):
-        if kind != "train" or keras_internals.has_own_step(model, kind):
-            return getattr(model, f"{kind}_step")(batch)
-        # Beyond the forward pass, Keras' own step creates only the optimizer's variables.
-        logs = keras_internals.forward(model, batch)
-        optimizer = model.optimizer
-        if optimizer is not None and not optimizer.built:
-            with outside():
-                strategy.build_optimizer(model, optimizer, model.trainable_variables)
-        return logs
+_captured: Attached[dict[int, tf.Tensor]] = Attached("captured_variables")  # the handles, by id
+
+
+class CapturedVariable:
+    """A variable that a graph captures by its handle."""
+
+    def __init__(self, handle: tf.Tensor):
+        self._handle = handle
+
+    def numpy(self) -> np.ndarray:
+        return tensorflow_functions.value(self._handle)
+
+    def assign(self, value: Any) -> None:
+        tensorflow_functions.set_value(self._handle, value)
+
+
+def captured(strategy: Strategy, model: Any, spec: Any) -> list[CapturedVariable]:
+    """Returns the copies of the variables that a training step of a built `model` uses and Keras does not track.
+
+    The list is empty if the step is not traced.
+    """
+    if strategy.runs_eagerly(model):
+        return []
+    _, graph = _rehearse(strategy, model, "train", spec)
+    handles = _captured_by(graph, strategy, model)
+    return [CapturedVariable(copy) for handle in handles for copy in _copies(strategy, handle)]
+
+
+def broadcast_captured(strategy: Strategy, model: Any, graph: Any) -> None:
+    """Broadcasts the chief's values of the variables that the graph of a traced step captures and Keras does not track.
+
+    All processes must call it. `broadcast` then includes these variables.
+
+    Raises:
+        DisagreementError: the variables of the processes have different shapes or dtypes.
+    """
+    if strategy.world.world_size == 1:
+        return
+    handles = _captured_by(graph, strategy, model)
+    described = list(map(tensorflow_functions.described, handles))
+    consensus.require_equal_variables(strategy, described, "what a step uses besides the model")
+    broadcast_handles([_copies(strategy, handle) for handle in handles], strategy)
+    _captured.set(model, (_captured.get(model) or {}) | {id(handle): handle for handle in handles})
+
+
+def _captured_by(graph: Any, strategy: Strategy, model: Any) -> list[tf.Tensor]:
+    """Returns the handles of the variables that the graph of a step of `model` captures and Keras does not track.
+
+    Variables that differ between processes by design, such as the earlier weights of a stage, are left out.
+    """
+    mesh = strategy.mesh
+    tracked = [*itertools.chain(*training_state.variables(model).values()), *strategy_state(model).own]
+    with strategy.tracing(model):  # selects the same copies as the traced step
+        known = {id(tensorflow_variables.copies(variable)[0].handle) for variable in tracked}
+    known |= set(strategy.variables_in_parts(model))
+    unknown = [handle for handle in tensorflow_functions.variables_of(graph) if id(handle) not in known]
+    return [handle for handle in unknown if mesh is None or mesh.is_common(handle)]
+
+
+def _copies(strategy: Strategy, handle: tf.Tensor) -> Sequence[tf.Tensor]:
+    """Returns the handles of all copies of a variable in this process."""
+    return [handle] if strategy.mesh is None else strategy.mesh.captured(handle)

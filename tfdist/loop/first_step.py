@@ -150,7 +150,6 @@ class FirstStep:
         return [tensorflow_graphs.value(v.handle) if v.part is None else self._whole(v) for v in variables]
 
     def _whole(self, variable: Variable) -> np.ndarray:
-        """Returns the whole value of a variable that is sharded over the processes."""
         assert variable.part is not None
         part, shard = tensorflow_graphs.value(variable.part.tensors[0]), variable.part.placement
         if not isinstance(shard, Shard):

@@ -263,7 +263,6 @@ class StepProgram(Program):
         return metrics.refused(self._model, self._strategy.name)
 
     def _step_function(self) -> Callable[[Any], Logs]:
-        """Returns the model's step as a function from a batch to its logs."""
         step = getattr(self._model, self._step_name)
         if self._with_xla:
             step = tf.function(step, jit_compile=True)
@@ -296,7 +295,6 @@ class PredictProgram(Program):
         return Outcome(len(outputs), len(outputs) < count, {"outputs": joined(outputs)} if outputs else {})
 
     def _outputs(self, state: Any, batch: Any) -> Any:
-        """Returns the outputs for one batch."""
         return self._function(state, batch)
 
     def _predict(self, state: Any, batch: Any) -> Any:

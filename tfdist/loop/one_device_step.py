@@ -22,7 +22,7 @@ from tfdist.internals import (
     tensorflow_graphs,
     tensorflow_variables,
 )
-from tfdist.loop import building, captured_variables, metrics
+from tfdist.loop import building, metrics
 from tfdist.loop.recomputation import Recomputation
 from tfdist.optimizers import fused as fused_optimizers
 from tfdist.spmd import replica_variables
@@ -83,7 +83,7 @@ class OneDeviceStep:
             with building.traced(self._strategy, self._steps.model), keras_variables.looking_up_rows(), norms:
                 spec = keras_data.traced_spec(self._steps.spec, self._steps.batches.size)
                 self._traced = tf.function(self._step, autograph=False).get_concrete_function(spec)
-            captured_variables.broadcast(self._strategy, self._steps.model, self._traced.graph)
+            building.broadcast_captured(self._strategy, self._steps.model, self._traced.graph)
             self._divide_metrics()
             self._keep_whole()
         return self._traced
@@ -106,12 +106,12 @@ class OneDeviceStep:
         self.terms = {key: Placed(Partial(), tensors) for key, tensors in terms.items() if key in usable}
         self.summed = [variable for key, variable in variables.items() if key not in self.terms]
 
-    def compute(self, state: Any, batch: Any, rows: Rows) -> Any:
-        """Computes the step of a batch on the replicas of the strategy, in the current graph."""
-        return self.compute_together(state, [batch], rows)
+    def compute(self, state: Any, batches: Sequence[Any], rows: Rows) -> Any:
+        """Computes the steps of one or more batches in sequence on the replicas, in the current graph.
 
-    def compute_together(self, state: Any, batches: Sequence[Any], rows: Rows) -> Any:
-        """Computes the steps of several batches in sequence; returns the result of the last step."""
+        Returns:
+            The result of the last step.
+        """
         placed, costs = [self.placed(state, batch, rows) for batch in batches], [spmd.Cost() for _ in batches]
         sharded = rows if self.is_sharded(rows) else None
         variables = self.terms | dict(self._strategy.variables_in_parts(self._steps.model))

@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import time
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -37,16 +38,15 @@ from tfdist.data.input.dataset_feed import BatchFeed
 from tfdist.data.input.feed import DataPasses, Feed
 from tfdist.errors import DifferenceWarning, UsageError
 from tfdist.groups import parts
-from tfdist.interface.program import Logs
+from tfdist.interface.program import AtNan, Logs, Program
 from tfdist.interface.strategy import Strategy, seed_of_random
-from tfdist.interface.variables import checksum
+from tfdist.interface.variables import checksum, differ
 from tfdist.internals import keras as keras_internals
 from tfdist.internals import keras_data, keras_patches, keras_routes
 from tfdist.internals.keras import tree
 from tfdist.internals.patching import Attached
 from tfdist.jobs import consensus
-from tfdist.loop import building, metrics, programs
-from tfdist.loop.epoch import EpochRunner
+from tfdist.loop import building, metrics, programs, steps_per_call
 
 # Callbacks that only the chief runs, since processes that share a disk would write the same files.
 WRITERS = (
@@ -56,6 +56,8 @@ WRITERS = (
     keras.callbacks.TensorBoard,
     keras.callbacks.RemoteMonitor,
 )
+# The attributes of a model that callbacks set to end a `fit`, `evaluate` or `predict`.
+STOPS = {"train": "stop_training", "test": "stop_evaluating", "predict": "stop_predicting"}
 
 
 def fit(
@@ -91,7 +93,7 @@ def fit(
     """
     check(strategy, model, "fit")
     _settle_seed(strategy, callbacks)
-    epochs = min(epochs, keras_internals.max_epochs() or epochs)
+    epoch_numbers = range(initial_epoch, min(epochs, keras_internals.max_epochs() or epochs))
     steps = _limited(steps_per_epoch)
     request = adapters.request(
         x, y, sample_weight, class_weight=class_weight, batch_size=batch_size, steps=steps, shuffle=shuffle
@@ -99,45 +101,43 @@ def fit(
     if validation_split and validation_data is None:
         request, validation_data = adapters.split(request, validation_split)
     feed = feed_of(strategy, request)
-    validation = None
-    if validation_data is not None:
-        size = validation_batch_size or batch_size
-        validation = _Validation(strategy, model, validation_data, size, _limited(validation_steps))
+    size = validation_batch_size or batch_size
+    validate = _validation(strategy, validation_data, size, _limited(validation_steps), validation_freq)
     programs.build(strategy, model, "train", feed)
     with DataPasses(feed, steps) as passes, writer.finished():
         passes.reset()
         before_training(feed)
-        if strategy.world.world_size > 1:
-            consensus.require_equal(strategy, _training_facts(model, passes, range(initial_epoch, epochs)))
-        callbacks = _callback_list(strategy, model, callbacks, verbose, passes, epochs=epochs, add_history=True)
-
-        def validate(epoch: int) -> Logs:
-            if validation is None or not keras_internals.validates(model, epoch, validation_freq):
-                return {}
-            return validation.run(callbacks)
-
-        _run_epochs(strategy, model, passes, range(initial_epoch, epochs), callbacks, validate)
+        _require_equal_training(strategy, model, passes, epoch_numbers)
+        callbacks = _callback_list(
+            strategy, model, callbacks, verbose, passes, epochs=epoch_numbers.stop, add_history=True
+        )
+        _run_epochs(strategy, model, passes, epoch_numbers, callbacks, validate)
     return model.history
 
 
-class _Validation:
-    """Evaluates on the validation data of a `fit`."""
+# Evaluates a model with a `CallbackList` after an epoch; the logs are empty if no evaluation is due.
+Validate = Callable[[Any, Any, int], Logs]
 
-    def __init__(self, strategy: Strategy, model: Any, data: Any, batch_size: int | None, steps: int | None):
-        self._strategy, self._model = strategy, model
-        x, y, sample_weight = keras_data.unpack_x_y_sample_weight(data)
-        self._arguments = {"x": x, "y": y, "sample_weight": sample_weight, "batch_size": batch_size, "steps": steps}
-        self._feed = feed_of(
-            strategy, adapters.request(x, y, sample_weight, batch_size=batch_size, steps=steps, passes=True)
-        )
 
-    def run(self, callbacks: Any) -> Logs:
+def _validation(strategy: Strategy, data: Any, batch_size: int | None, steps: int | None, frequency: Any) -> Validate:
+    """Returns the evaluation on the validation data of a `fit`; `data` is `None` if there are none."""
+    if data is None:
+        return lambda model, callbacks, epoch: {}
+    x, y, sample_weight = keras_data.unpack_x_y_sample_weight(data)
+    arguments = {"x": x, "y": y, "sample_weight": sample_weight, "batch_size": batch_size, "steps": steps}
+    feed = feed_of(strategy, adapters.request(**arguments, passes=True))
+
+    def validate(model: Any, callbacks: Any, epoch: int) -> Logs:
+        if not keras_internals.validates(model, epoch, frequency):
+            return {}
         # Like Keras' own `fit`, calls the model's `evaluate`, which may be overridden or wrapped.
-        with keras_routes.validating(self._model, self._strategy, self._feed):
-            logs: Logs = self._model.evaluate(
-                **self._arguments, callbacks=callbacks, return_dict=True, _use_cached_eval_dataset=True
+        with keras_routes.validating(model, strategy, feed):
+            logs: Logs = model.evaluate(
+                **arguments, callbacks=callbacks, return_dict=True, _use_cached_eval_dataset=True
             )
         return logs
+
+    return validate
 
 
 def _run_epochs(
@@ -146,7 +146,7 @@ def _run_epochs(
     passes: DataPasses,
     epochs: range,
     callbacks: Any,
-    validate: Callable[[int], Logs],
+    validate: Validate,
 ) -> None:
     runner = EpochRunner(strategy, model, "train", passes, callbacks)
     model.stop_training = False
@@ -161,7 +161,7 @@ def _run_epochs(
         epoch_logs = dict(runner.run(resume_batch or 0))
         _next_pass.set(model, passes.next)
         resume_batch = None
-        epoch_logs.update({f"val_{name}": value for name, value in validate(epoch).items()})
+        epoch_logs.update({f"val_{name}": value for name, value in validate(model, callbacks, epoch).items()})
         with strategy.whole_state(model) if callbacks.saves_models else contextlib.nullcontext():
             callbacks.on_epoch_end(epoch, epoch_logs)
         _repair_drift(strategy, model, epoch)
@@ -194,30 +194,30 @@ def _settle_seed(strategy: Strategy, callbacks: Any) -> None:
         strategy.seed, strategy.seed_is_settled = seed, True
 
 
-def _training_facts(model: Any, passes: DataPasses, epochs: range) -> dict[str, Any]:
-    """Returns what must be equal in all processes: the model, optimizers and loss, and the sizes of the data."""
+def _require_equal_training(strategy: Strategy, model: Any, passes: DataPasses, epochs: range) -> None:
+    """Requires that all processes have the same model, optimizers and loss, and the same sizes of the data."""
+    if strategy.world.world_size == 1:
+        return
     optimizers = keras_internals.optimizers(model)
-    return {
+    # Without the name, which counts the optimizers of the process.
+    settings = [{k: v for k, v in optimizer.get_config().items() if k != "name"} for optimizer in optimizers]
+    facts = {
         "the model's parameters": sum(math.prod(v.shape) for v in model.variables),
         "the model": consensus.fingerprint([(list(v.shape), v.dtype, v.trainable) for v in model.variables]),
         "the layers": consensus.fingerprint(keras_internals.layers(model)),
         "the optimizer": ", ".join(optimizer.name for optimizer in optimizers) or None,
-        "its settings": consensus.fingerprint([_settings(optimizer) for optimizer in optimizers]),
+        "its settings": consensus.fingerprint(settings),
         "the loss": tree.map_structure(_name_of_loss, getattr(model, "loss", None)),
         "the examples in an epoch": passes.examples,
         "the batches in an epoch": passes.num_batches,
         "the batch size": passes.feed.batch_size,
         "the epochs": f"{epochs.start} to {epochs.stop}",
     }
+    consensus.require_equal(strategy, facts)
 
 
 def _name_of_loss(loss: Any) -> Any:
     return loss if isinstance(loss, str | None) else getattr(loss, "name", None) or type(loss).__name__
-
-
-def _settings(optimizer: Any) -> Any:
-    """Returns the configuration of an optimizer without its name, which counts the optimizers of the process."""
-    return {name: value for name, value in optimizer.get_config().items() if name != "name"}
 
 
 def _start_together(strategy: Strategy, model: Any, callbacks: Any, initial_epoch: int) -> tuple[int, int | None, int]:
@@ -227,10 +227,9 @@ def _start_together(strategy: Strategy, model: Any, callbacks: Any, initial_epoc
     """
     batches = [getattr(callback, "resume_batch", None) for callback in callbacks.callbacks]
     resume_batch = max((batch for batch in batches if batch is not None), default=None)
-    start = (keras_internals.initial_epoch(model) or initial_epoch, resume_batch, _next_pass.get(model) or 0)
-    start = tuple(consensus.broadcast_from_chief(strategy, start))
     building.broadcast(strategy, model)
-    return start
+    start = (keras_internals.initial_epoch(model) or initial_epoch, resume_batch, _next_pass.get(model) or 0)
+    return tuple(consensus.broadcast_from_chief(strategy, start))
 
 
 def _repair_drift(strategy: Any, model: Any, epoch: int) -> None:
@@ -239,8 +238,7 @@ def _repair_drift(strategy: Any, model: Any, epoch: int) -> None:
         return
     groups = training_state.variables(model)
     variables = [variable for variable in (*groups["model"], *groups["optimizer"]) if parts.part_of(variable) is None]
-    total = checksum(variables)
-    if len(set(consensus.all_gather_object(strategy, total, "compares the weights of an epoch"))) == 1:
+    if not differ(variables, strategy, "compares the weights of an epoch"):
         return
     checksums = [checksum([variable]) for variable in variables]
     gathered = consensus.all_gather_object(strategy, checksums, "finds the weights that differ")
@@ -370,6 +368,125 @@ def _step_on_batch(strategy: Strategy, model: Any, kind: str, data: Any) -> Logs
     logs = program.run(feed.start(0, 0), 0, 1).logs
     program.end_epoch()
     return keras_internals.pythonify_logs(logs)
+
+
+class EpochRunner:
+    """Runs the epochs of a `fit`, an `evaluate` or a `predict`.
+
+    Args:
+        strategy: the strategy that runs the steps.
+        model: a compiled and built model.
+        kind: "train", "test" or "predict".
+        passes: the data.
+        callbacks: a `keras.callbacks.CallbackList`.
+        on_call: called with the logs of each call of the inner loop, before the hooks.
+    """
+
+    def __init__(
+        self,
+        strategy: Strategy,
+        model: Any,
+        kind: str,
+        passes: DataPasses,
+        callbacks: Any,
+        on_call: Callable[[Logs], None] = lambda logs: None,
+    ):
+        self._strategy = strategy
+        self._model = model
+        self._kind = kind
+        self._passes = passes
+        self._callbacks = callbacks
+        self._on_call = on_call
+        self._program = self._current_program()
+        self._steps_per_execution = model.steps_per_execution
+        self._pace = steps_per_call.Pace(
+            callbacks.callbacks, kind, self._steps_per_execution, self._steps_at_most(), strategy.seconds_per_call
+        )
+        self._done = 0  # the number of finished steps of the epoch
+        self._total: int | None = None  # the number of its steps, if known
+        self._data_ended = False
+        self._logs: Logs = {}
+
+    def run(self, first: int) -> Logs:
+        """Runs one epoch, beginning with step number `first`; returns its logs."""
+        self._begin(first)
+        # As in Keras, one call runs even if a callback has requested a stop before the epoch.
+        count = self._steps_per_execution if self._stop_wanted else self._pace.steps(first)
+        count, stop = self._coordinate(count, stop=False)
+        while not (stop or self._ended):
+            self._call(count)
+            count, stop = self._coordinate(self._pace.steps(self._done), self._stop_wanted)
+            setattr(self._model, STOPS[self._kind], stop)
+        self._passes.end_epoch(self._done - first, self._data_ended, stop)
+        if first and self._done == first:  # resumed after the last step of the epoch
+            self._logs = metrics.results(self._strategy, self._model)
+        return self._logs | self._program.end_epoch()
+
+    def _begin(self, first: int) -> None:
+        self._program = self._current_program()
+        self._program.begin_epoch()
+        remaining = self._passes.begin_epoch()
+        ends = [self._passes.num_batches, None if remaining is None else first + remaining]
+        self._total = min((end for end in ends if end is not None), default=None)
+        self._done, self._data_ended, self._logs = first, remaining == 0, {}
+
+    def _call(self, count: int) -> None:
+        count = count if self._total is None else min(count, self._total - self._done)
+        getattr(self._callbacks, f"on_{self._kind}_batch_begin")(self._done)
+        self._renew_program()
+        began = time.perf_counter()
+        with self._passes.feed.naming_bad_examples(self._passes.position, count):
+            outcome = self._program.run(self._passes.state, self._passes.position, count)
+        self._pace.ran(outcome.steps, time.perf_counter() - began)
+        self._done += outcome.steps
+        self._passes.position += outcome.steps
+        self._data_ended = outcome.data_ended or self._passes.position == self._passes.feed.num_batches
+        if outcome.steps:
+            self._logs = outcome.logs
+            self._on_call(self._logs)
+            getattr(self._callbacks, f"on_{self._kind}_batch_end")(self._last_batch(), self._logs)
+
+    def _last_batch(self) -> int:
+        """Returns the batch number for `on_..._batch_end`."""
+        if not self._ended:
+            return self._done - 1
+        # Keras numbers the last call of an epoch as if it had all `steps_per_execution` steps.
+        return math.ceil(self._done / self._steps_per_execution) * self._steps_per_execution - 1
+
+    def _renew_program(self) -> None:
+        """Switches to another program if a callback has compiled the model or changed which layers are trainable."""
+        current = self._current_program()
+        if current is not self._program:
+            self._program.end_epoch()
+            self._program = current
+            current.begin_epoch()
+
+    def _current_program(self) -> Program:
+        return programs.program(self._strategy, self._model, self._kind, self._passes.feed, self._callbacks.callbacks)
+
+    @property
+    def _ended(self) -> bool:
+        return self._data_ended or (self._total is not None and self._done >= self._total)
+
+    @property
+    def _stop_wanted(self) -> bool:
+        return bool(getattr(self._model, STOPS[self._kind]))
+
+    def _coordinate(self, steps: int, stop: bool) -> tuple[int, bool]:
+        """Agrees on the steps of the next call, and on stopping, with the processes that share these data."""
+        if self._passes.feed.batches.local:
+            return steps, stop
+        return self._strategy.coordinate(steps, stop)
+
+    def _steps_at_most(self) -> int | None:
+        """Returns the largest number of steps per call; `None` if only the step time limits it."""
+        # The inner loop checks Keras' own loss for NaN; the loss of a custom step appears only in the logs of a call.
+        own_step = self._kind == "train" and keras_internals.has_own_step(self._model, "train")
+        unwatched = own_step and steps_per_call.at_nan(self._callbacks.callbacks) is not AtNan.NOTHING
+        # The outputs of each call are copied to the host, and an eager loop gains nothing from long calls.
+        if self._kind == "predict" or self._model.run_eagerly or unwatched:
+            return int(self._model.steps_per_execution)
+        return self._strategy.steps_per_call
 
 
 def feed_of(strategy: Strategy, request: adapters.Request, *, for_prediction: bool = False) -> Feed:

@@ -9,12 +9,16 @@
 The step is traced once and partitioned for every batch size, usually two: that of a full batch and that of the last
 batch. If the sizes are known in advance, each step fetches its own batch: otherwise a batch that waits on the devices
 would have to be copied to the host between graphs.
+
+With `run_eagerly=True` there is no graph to partition, and one of the replicas computes each step.
 """
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Callable, Sequence
+import warnings
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -23,27 +27,15 @@ import tensorflow as tf
 from tfdist.data.input import batch_parts
 from tfdist.interface.program import AtNan, Logs, Outcome, Steps
 from tfdist.internals import keras as keras_internals
+from tfdist.internals import keras_variables
 from tfdist.internals import tensorflow as tensorflow_internals
 from tfdist.jobs import consensus
+from tfdist.loop import building
 from tfdist.loop.first_step import FirstStep
 from tfdist.loop.inner_loop import HOST, Graph, PredictProgram, StepProgram
-from tfdist.loop.one_device_step import OneDeviceStep, Rows, step_of
+from tfdist.loop.one_device_step import OneDeviceStep, Rows, own_logs, step_of
+from tfdist.optimizers import fused as fused_optimizers
 from tfdist.spmd import Cost
-
-
-def coarsest(strategy: Any, model: Any) -> float:
-    """Returns the machine epsilon of the coarsest dtype in which layers compute."""
-    types = {str(layer.compute_dtype) for layer in keras_internals.all_layers(model)} | {"float32"}
-    epsilons = [_epsilon_of(tf.as_dtype(name).as_numpy_dtype) for name in types if "float" in name]
-    on_gpu = any("GPU" in device for device in strategy.devices)
-    if on_gpu and tf.config.experimental.tensor_float_32_execution_enabled():
-        epsilons.append(2.0**-10)  # of TensorFloat-32
-    return max(epsilons)
-
-
-def _epsilon_of(dtype: type) -> float:
-    """Returns the distance from 1 to the next number; NumPy's `finfo` does not support bfloat16."""
-    return float(np.nextafter(dtype(1), dtype(2)) - dtype(1))
 
 
 class PartitionedProgram(StepProgram):
@@ -60,6 +52,7 @@ class PartitionedProgram(StepProgram):
         # All processes must detect a loss that is not finite in the same step.
         read_in_steps = [keras_internals.loss_tracker(self._model).total] if self._at_nan is AtNan.STOP else []
         self._one_device = OneDeviceStep(strategy, steps, self._traced_step, read_in_steps)
+        self._division = strategy.division
         self._graphs: dict[tuple[Rows, bool], Any] = {}
         self._compares = steps.kind == "train" and steps.compares_first and strategy.num_replicas > 1
 
@@ -74,7 +67,7 @@ class PartitionedProgram(StepProgram):
         batch = None  # a fetched batch, unless each step fetches its own
         while more and finite and done < count:
             step, one_step = first + done, count - done == 1 and tensorflow_internals.profiling()
-            lengths = self._batches.lengths_of_step(step, self._strategy.division)
+            lengths = self._batches.lengths_of_step(step, self._division)
             if lengths is None:
                 batch = self._fetched(state, step) if batch is None else batch
                 if batch is None:
@@ -114,7 +107,6 @@ class PartitionedProgram(StepProgram):
         return _without_optionals(batch.get_value()) if bool(batch.has_value()) else None
 
     def _graph(self, rows: Rows, batch: Any, one_step: bool) -> Callable[..., Any]:
-        """Returns the graph for batches of these sizes."""
         if (rows, one_step) not in self._graphs:
             self._graphs[rows, one_step] = _Steps(self, rows, batch, one_step)
         return self._graphs[rows, one_step]
@@ -132,11 +124,12 @@ class _Steps:
 
     def __init__(self, program: PartitionedProgram, rows: Rows, batch: Any, one_step: bool):
         self._program = program
+        self._batches, self._one_device, self._division = program._batches, program._one_device, program._division
         self._rows = rows
         self._fetches = batch is None
         self._structure = tf.nest.map_structure(_spec_of_any_size, batch)
         self._one_step = one_step
-        self._logs = program._one_device.trace().structured_outputs
+        self._logs = self._one_device.trace().structured_outputs
         self._graph = Graph(self._run, program._strategy.single_threaded)
 
     def __call__(self, state: Any, first: tf.Tensor, count: int, batch: Any) -> Any:
@@ -152,7 +145,7 @@ class _Steps:
     def _run(self, state: Any, first: tf.Tensor, count: tf.Tensor, flat: Sequence[tf.Tensor]) -> Any:
         program = self._program
         program._reset_finite_steps()
-        mesh, metrics = program._one_device.mesh, program._one_device.summed
+        mesh, metrics = self._one_device.mesh, self._one_device.summed
         mesh.begin(metrics)
         if self._one_step:
             finite, logs = self._step(state, first, flat)
@@ -167,26 +160,33 @@ class _Steps:
         invariants = (*invariants[:4], self._shapes(state), invariants[5])
         if program.steps_together > 1 and self._can_look_ahead:
             start = self._in_groups(state, first, count, start, invariants)
+
+        def goes_on(done: tf.Tensor, more: tf.Tensor, same_sizes: tf.Tensor, finite: tf.Tensor, *_: Any) -> tf.Tensor:
+            # The host controls the loop: a condition on a GPU would be awaited and copied at each step.
+            with tf.device(HOST):
+                return tf.reduce_all([done < count, more, same_sizes, finite])
+
+        def iteration(done: Any, more: Any, same_sizes: Any, finite: Any, flat: Any, _: Any) -> tuple[Any, ...]:
+            finite, logs = self._step(state, first + done, flat)
+            with tf.device(HOST):
+                done += 1
+                more, same_sizes, flat = self._next(state, first + done, done < count, flat)
+            return done, more, same_sizes, finite, flat, logs
+
+        loop = {"shape_invariants": invariants, "parallel_iterations": program._strategy.parallel_steps}
         with mesh.branches() as note:
-            done, more, same_sizes, finite, flat, logs = tf.while_loop(
-                lambda done, more, same_sizes, finite, *_: self._goes_on(count, done, more, same_sizes, finite),
-                lambda done, more, same_sizes, finite, flat, _: self._iteration(state, first, count, done, flat),
-                start,
-                shape_invariants=invariants,
-                parallel_iterations=program._strategy.parallel_steps,
-            )
+            done, more, same_sizes, finite, flat, logs = tf.while_loop(goes_on, iteration, start, **loop)
             note(done)
         with tf.control_dependencies([done]):
             mesh.end(metrics)
         return done, more, same_sizes, finite, flat, logs or program._results(logs, after=done)
 
     def _shapes(self, state: Any) -> list[tf.TensorShape]:
-        """Returns the shapes of a batch's tensors, for any number of examples."""
         if self._fetches:
             return []
         with tf.__internal__.FuncGraph("scratch").as_default():
-            batch = self._program._batches.fetch(state, tf.constant(0))
-            batch = batch if self._program._batches.length_known else batch.get_value()
+            batch = self._batches.fetch(state, tf.constant(0))
+            batch = batch if self._batches.length_known else batch.get_value()
             return [
                 tf.TensorShape([None, *tensor.shape[1:]]) if tensor.shape.rank else tensor.shape
                 for tensor in _flat(_without_optionals(batch))
@@ -195,14 +195,14 @@ class _Steps:
     @property
     def _can_look_ahead(self) -> bool:
         """Whether the sizes of later batches can be known without consuming these batches."""
-        batches = self._program._batches
+        batches = self._batches
         return self._fetches or (batches.length_known and (batches.size is not None or batches.at_any_time))
 
     def _in_groups(
         self, state: Any, first: tf.Tensor, count: tf.Tensor, start: tuple[Any, ...], invariants: Any
     ) -> tuple[Any, ...]:
         """Runs groups of steps while there are enough batches of these sizes."""
-        together, fetch = self._program.steps_together, self._program._batches.fetch
+        together, fetch = self._program.steps_together, self._batches.fetch
 
         def goes_on(done: tf.Tensor, *conditions: Any) -> tf.Tensor:
             with tf.device(HOST):
@@ -213,7 +213,7 @@ class _Steps:
             with tf.device(HOST):
                 batch = fetch(state, first + done) if self._fetches else self._packed(flat)
                 later = [_without_optionals(fetch(state, first + done + number)) for number in range(1, together)]
-            logs = self._program._one_device.compute_together(state, [batch, *later], self._rows)
+            logs = self._one_device.compute(state, [batch, *later], self._rows)
             with tf.device(HOST):
                 done += together
                 more, same_sizes, flat = self._next(state, first + done, done < count, flat)
@@ -222,29 +222,14 @@ class _Steps:
         loop = {"shape_invariants": invariants, "parallel_iterations": 1}
         return tf.while_loop(goes_on, group, start, **loop)
 
-    def _goes_on(self, count: tf.Tensor, done: tf.Tensor, *conditions: tf.Tensor) -> tf.Tensor:
-        # The host controls the loop: a condition on a GPU would be awaited and copied at each step.
-        with tf.device(HOST):
-            return tf.reduce_all([done < count, *conditions])
-
-    def _iteration(
-        self, state: Any, first: tf.Tensor, count: tf.Tensor, done: tf.Tensor, flat: Sequence[tf.Tensor]
-    ) -> tuple[Any, ...]:
-        finite, logs = self._step(state, first + done, flat)
-        with tf.device(HOST):
-            done += 1
-            more, same_sizes, flat = self._next(state, first + done, done < count, flat)
-        return done, more, same_sizes, finite, flat, logs
-
     def _step(self, state: Any, step: tf.Tensor, flat: Sequence[tf.Tensor]) -> tuple[tf.Tensor, Logs]:
-        batch = self._program._batches.fetch(state, step) if self._fetches else self._packed(flat)
-        logs = self._program._one_device.compute(state, batch, self._rows)
+        batch = self._batches.fetch(state, step) if self._fetches else self._packed(flat)
+        logs = self._one_device.compute(state, [batch], self._rows)
         return self._program._goes_on(), logs
 
     def _next(self, state: Any, step: tf.Tensor, wanted: tf.Tensor, flat: Sequence[tf.Tensor]) -> tuple[Any, ...]:
         """Returns whether there is a batch number `step`, whether it has this graph's sizes, and its tensors."""
-        batches, division = self._program._batches, self._program._strategy.division
-        rows = batches.lengths_of_step(step, division)
+        rows = self._batches.lengths_of_step(step, self._division)
         if rows is not None:
             return tf.constant(True), self._equals_rows(rows), []
         unchanged = [tf.identity(tensor) for tensor in flat]
@@ -253,16 +238,17 @@ class _Steps:
             batch = _without_optionals(batch)
             if not self._rows:  # each batch is computed whole
                 return tf.constant(True), tf.constant(True), _flat(batch)
-            return tf.constant(True), self._equals_rows(batches.lengths_of_parts(state, batch, division)), _flat(batch)
+            rows = self._batches.lengths_of_parts(state, batch, self._division)
+            return tf.constant(True), self._equals_rows(rows), _flat(batch)
 
         def fetch() -> tuple[Any, ...]:
-            batch = batches.fetch(state, step)
-            if batches.length_known:
+            batch = self._batches.fetch(state, step)
+            if self._batches.length_known:
                 return described(batch)
             ended = tf.constant(False), tf.constant(True), unchanged
             return tf.cond(batch.has_value(), lambda: described(batch.get_value()), lambda: ended)
 
-        with self._program._one_device.mesh.branches() as note:
+        with self._one_device.mesh.branches() as note:
             next_batch: tuple[Any, ...] = tf.cond(
                 wanted, fetch, lambda: (tf.constant(True), tf.constant(True), unchanged)
             )
@@ -270,13 +256,11 @@ class _Steps:
         return next_batch
 
     def _has_these_sizes(self, state: Any, step: tf.Tensor) -> tf.Tensor:
-        """Whether batch number `step` has the sizes of this graph."""
-        batches, division = self._program._batches, self._program._strategy.division
-        if batches.size is not None:
+        if self._batches.size is not None:
             return tf.constant(True)
-        rows = batches.lengths_of_step(step, division)
+        rows = self._batches.lengths_of_step(step, self._division)
         if rows is None:
-            rows = batches.lengths_of_parts(state, batches.fetch(state, step), division)
+            rows = self._batches.lengths_of_parts(state, self._batches.fetch(state, step), self._division)
         return self._equals_rows(rows)
 
     def _equals_rows(self, rows: Sequence[Any]) -> tf.Tensor:
@@ -286,7 +270,6 @@ class _Steps:
         return tf.nest.map_structure(lambda log: tf.zeros([n or 0 for n in log.shape], log.dtype), self._logs)
 
     def _packed(self, flat: Sequence[tf.Tensor]) -> Any:
-        """Packs the tensors of a batch into its structure."""
         tensors = iter(flat)
         slots = tf.nest.flatten(self._structure, expand_composites=True)
         filled = [None if slot is None else next(tensors) for slot in slots]
@@ -308,13 +291,84 @@ class PartitionedPredictProgram(PredictProgram):
         if rows not in self._graphs:
             self._one_device.trace()
             self._graphs[rows] = Graph(
-                lambda state, batch: self._one_device.compute(state, batch, rows), self._strategy.single_threaded
+                lambda state, batch: self._one_device.compute(state, [batch], rows), self._strategy.single_threaded
             )
         return self._graphs[rows](state, batch)
 
 
+class OneReplicaProgram(StepProgram):
+    """Runs eager steps, which have no graph to partition, on one replica.
+
+    Each process of a job computes the whole of each batch.
+    """
+
+    def __init__(self, strategy: Any, steps: Steps):
+        super().__init__(strategy, steps)
+        self._one_device = OneDeviceStep(strategy, steps, getattr(steps.model, self._step_name))
+        warnings.warn(
+            f"The model `{steps.model.name}` has `run_eagerly=True`, so that one replica of `{strategy.name}` computes "
+            "its steps; compile the model without it to train on all replicas",
+            stacklevel=2,
+        )
+
+    def _steps_eagerly(self, state: Any, first: tf.Tensor, count: tf.Tensor) -> tuple[Any, Any, Logs]:
+        mesh = self._one_device.mesh
+        done, finite = 0, True
+        logs: Logs = {}
+        mesh.begin(self._model.metrics_variables)
+        for batch in self._batches.take(state, int(first), int(count)):
+            logs = self._computed(self._one_device.whole_batch(state, batch))
+            done += 1
+            finite = bool(self._goes_on())
+            if not finite:
+                break
+        mesh.end(self._model.metrics_variables)  # the first step may have created some of them
+        building.spread(self._strategy, self._model)
+        return done, done == int(count) or not finite, logs or self._results({})
+
+    def _computed(self, data: Any) -> Logs:
+        update = fused_optimizers.fused(self._model.optimizer, self._strategy.fused)
+        with _on_one_replica(self._strategy, self._model), update:
+            return own_logs(self._model, self._step_name, getattr(self._model, self._step_name)(data))
+
+
+class OneReplicaPredictProgram(PredictProgram):
+    """Predicts eagerly on one replica."""
+
+    def __init__(self, strategy: Any, steps: Steps):
+        super().__init__(strategy, steps)
+        self._one_device = OneDeviceStep(strategy, steps, steps.model.predict_step)
+
+    def _outputs(self, state: Any, batch: Any) -> Any:
+        data = self._one_device.whole_batch(state, batch)
+        with _on_one_replica(self._strategy, self._model):
+            return self._model.predict_step(data)
+
+
+@contextlib.contextmanager
+def _on_one_replica(strategy: Any, model: Any) -> Iterator[None]:
+    """The context of an eager step; variables that it creates belong to all replicas."""
+    made_in_scope = tensorflow_internals.variables_made_in(strategy.scope)
+    with made_in_scope, strategy.tracing(model), keras_variables.looking_up_rows():
+        yield
+
+
+def coarsest(strategy: Any, model: Any) -> float:
+    """Returns the machine epsilon of the coarsest dtype in which layers compute."""
+    types = {str(layer.compute_dtype) for layer in keras_internals.all_layers(model)} | {"float32"}
+    epsilons = [_epsilon_of(tf.as_dtype(name).as_numpy_dtype) for name in types if "float" in name]
+    on_gpu = any("GPU" in device for device in strategy.devices)
+    if on_gpu and tf.config.experimental.tensor_float_32_execution_enabled():
+        epsilons.append(2.0**-10)  # of TensorFloat-32
+    return max(epsilons)
+
+
+def _epsilon_of(dtype: type) -> float:
+    """Returns the distance from 1 to the next number; NumPy's `finfo` does not support bfloat16."""
+    return float(np.nextafter(dtype(1), dtype(2)) - dtype(1))
+
+
 def _flat(batch: Any) -> list[tf.Tensor]:
-    """Returns the tensors of a batch."""
     return [tensor for tensor in tf.nest.flatten(batch, expand_composites=True) if tensor is not None]
 
 

@@ -22,11 +22,9 @@ from tfdist.internals import tensorflow as tensorflow_internals
 from tfdist.internals import tensorflow_graphs as graphs
 from tfdist.internals.keras import tf_variable
 from tfdist.loop import building
-from tfdist.loop.forward_pass import Key, key
 from tfdist.loop.inner_loop import StepProgram
+from tfdist.loop.recomputation import UNKNOWN_LENGTH, Key, key
 
-# The assumed length of an axis, other than the first, that a model leaves open.
-OPEN_AXIS = 32
 # The overhead of a CPU process relative to the peak: the allocator keeps freed blocks and cannot reuse all of them.
 # Fitted to five models (see `benchmarks/estimates.py`), and checked with others.
 ALLOCATOR_SHARE = 0.35
@@ -56,7 +54,6 @@ class Estimate:
 
     @property
     def total(self) -> int:
-        """The sum of all parts, including `allocator`."""
         return self.weights + self.slots + self.gradients + self.activations + self.allocator
 
 
@@ -82,7 +79,7 @@ def of_training(strategy: Any, model: Any, batch_size: int, spec: Any) -> Estima
     """
 
     def with_lengths(tensor: tf.TensorSpec) -> tf.TensorSpec:
-        lengths = [OPEN_AXIS if length is None else length for length in tensor.shape[1:]]
+        lengths = [UNKNOWN_LENGTH if length is None else length for length in tensor.shape[1:]]
         return tf.TensorSpec([batch_size, *lengths], tensor.dtype)
 
     spec = tf.nest.map_structure(with_lengths, spec)
@@ -133,7 +130,8 @@ def peak_bytes(operations: Sequence[tf.Operation]) -> int:
         if operation.type in _OF_VARIABLES:
             continue
         used = _used(operation)
-        results = {key(t): graphs.bytes_of(t, OPEN_AXIS) for t in operation.outputs if key(graphs.root(t)) == key(t)}
+        made = [tensor for tensor in operation.outputs if key(graphs.root(tensor)) == key(tensor)]
+        results = {key(tensor): graphs.bytes_of(tensor, UNKNOWN_LENGTH) for tensor in made}
         for root in used:
             remaining[root] -= 1
         done = [root for root in dict.fromkeys(used) if remaining[root] == 0 and root in in_memory]

@@ -19,8 +19,12 @@ from tfdist.internals import keras_data
 from tfdist.internals.patching import Attached
 from tfdist.loop import building, steps_per_call
 from tfdist.loop.inner_loop import PredictProgram, StepProgram
-from tfdist.loop.one_replica_program import OneReplicaPredictProgram, OneReplicaProgram
-from tfdist.loop.partitioned_program import PartitionedPredictProgram, PartitionedProgram
+from tfdist.loop.partitioned_program import (
+    OneReplicaPredictProgram,
+    OneReplicaProgram,
+    PartitionedPredictProgram,
+    PartitionedProgram,
+)
 from tfdist.spmd import Cost
 
 
@@ -45,13 +49,13 @@ def program(strategy: Strategy, model: Any, kind: str, feed: Feed, callbacks: Se
     """Returns the inner loop for the batches of `feed` and `callbacks`; `kind` is "train", "test" or "predict"."""
     at_nan = steps_per_call.at_nan(callbacks if kind == "train" else ())
     key = (id(strategy), feed.batches, at_nan, strategy.mesh and str(feed.spec))
-    programs = _cache(model, kind).programs
-    if key not in programs:
+    cache = _cache(model, kind)
+    if key not in cache.programs:
         build(strategy, model, kind, feed)
-        own_logs = _cache(model, kind).own_logs
-        compares = strategy.compare_first_step and not programs
-        programs[key] = strategy.program(Steps(model, kind, feed.batches, at_nan, own_logs, feed.spec, compares))
-    return programs[key]
+        compares = strategy.compare_first_step and not cache.programs
+        steps = Steps(model, kind, feed.batches, at_nan, cache.own_logs, feed.spec, compares)
+        cache.programs[key] = strategy.program(steps)
+    return cache.programs[key]
 
 
 def of_mesh(strategy: Strategy, steps: Steps) -> Program:

@@ -22,7 +22,7 @@ import tensorflow as tf
 
 from tfdist.errors import UsageError
 from tfdist.groups import tensorflow as tensorflow_group
-from tfdist.interface import gpus as _gpus
+from tfdist.interface import devices as device_choice
 from tfdist.internals import tensorflow_coordinator
 from tfdist.jobs import rendezvous
 from tfdist.jobs.job_environment import cores
@@ -53,7 +53,7 @@ def join(world: World, start_timeout_seconds: float, job_settings: tuple[Any, ..
     cluster = tf.train.ClusterSpec(world.cluster())
     if not world.is_chief:
         _serve(world, world.task, cluster, gpus)
-    _gpus.use_only(gpus)
+    device_choice.use_only_gpus(gpus)
     resolver = tf.distribute.cluster_resolver.SimpleClusterResolver(
         cluster, task_type="chief", task_id=0, rpc_layer="grpc"
     )
@@ -74,7 +74,7 @@ def gpus_of(world: World, gpus: Sequence[Any], environment: Mapping[str, str]) -
         return []
     local_workers = [other for other in world.tasks_of("worker") if other.host == task.host]
     workers = dataclasses.replace(world, local_rank=local_workers.index(task), local_world_size=len(local_workers))
-    return _gpus.part_of(gpus, workers, environment)[:1]
+    return device_choice.part_of_gpus(gpus, workers, environment)[:1]
 
 
 def require_equal_gpus(world: World, gpus: Sequence[str]) -> None:
@@ -117,7 +117,7 @@ def server_config(world: World, gpus: Sequence[Any]) -> Any:
 
 def _serve(world: World, task: Task, cluster: tf.train.ClusterSpec, gpus: Sequence[Any]) -> None:
     """Serves the chief until the chief ends, then exits."""
-    _gpus.use_only([])  # for the input pipeline, which runs in this process outside the server
+    device_choice.use_only_gpus([])  # for the input pipeline, which runs in this process outside the server
     reader.serve(world)
     server = tf.distribute.Server(
         cluster,

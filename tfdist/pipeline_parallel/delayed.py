@@ -26,8 +26,7 @@ from tfdist.internals import tensorflow as tensorflow_internals
 from tfdist.internals.keras import tf_variable
 from tfdist.internals.patching import Attached
 from tfdist.loop.inner_loop import StepProgram
-from tfdist.loop.one_replica_program import OneReplicaProgram
-from tfdist.loop.partitioned_program import PartitionedProgram
+from tfdist.loop.partitioned_program import OneReplicaProgram, PartitionedProgram
 from tfdist.pipeline_parallel.schedule import DELAYED
 
 NAME = DELAYED

@@ -10,8 +10,8 @@ import keras
 from tfdist.data.input import job_feeds
 from tfdist.errors import UnknownNameError, UsageError
 from tfdist.groups import ProcessGroup, joining
-from tfdist.interface import state as strategy_state
 from tfdist.interface.program import Steps
+from tfdist.interface.variables import StrategyState, keep_strategy_state, strategy_state
 from tfdist.internals import keras as keras_internals
 from tfdist.relaxed.averages import Averages
 from tfdist.training.job_strategy import JobStrategy, needs_whole_state
@@ -45,7 +45,7 @@ class IndependentStrategy(JobStrategy):
         return joining.join(self._engine, self.world, self.name, self.timeout_seconds, self.start_timeout_seconds)
 
     def before_checkpoint(self, model: Any) -> None:
-        kept = strategy_state.of(model).kept
+        kept = strategy_state(model).kept
         if kept is not None:
             kept.synchronize()
 
@@ -90,14 +90,14 @@ class IndependentStrategy(JobStrategy):
 
         All processes call it at the same time. `make` is called if there are none, or if the model has other variables.
         """
-        state = strategy_state.of(model)
+        state = strategy_state(model)
         optimizers = keras_internals.optimizers(model)
         variables = [*model.variables, *(v for optimizer in optimizers for v in optimizer.variables)]
         made_for = (id(self), *map(id, variables))
         if state.made_for != made_for:
             averages = make()
-            state = strategy_state.StrategyState(*averages.remembered, averages, made_for)
-            strategy_state.keep(model, state)
+            state = StrategyState(*averages.remembered, averages, made_for)
+            keep_strategy_state(model, state)
             self.broadcast_variables([*state.own, *state.shared], unless_equal=True)
         averages = state.kept
         return averages

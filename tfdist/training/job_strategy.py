@@ -19,7 +19,7 @@ from tfdist.errors import ClusterError, UsageError
 from tfdist.groups import ProcessGroup
 from tfdist.groups import tensorflow as tensorflow_group
 from tfdist.groups.packing import Packing
-from tfdist.interface import gpus
+from tfdist.interface import devices as device_choice
 from tfdist.interface.variables import Variables
 from tfdist.internals.tensorflow import global_seed
 from tfdist.jobs import consensus, rendezvous
@@ -83,7 +83,7 @@ class JobStrategy(TrainingStrategy):
 
     def choose_devices(self, wanted: int | str | Sequence[str] | None) -> list[str]:
         # An engine may have to know the job before TensorFlow starts, so the devices are only counted here.
-        assigned = gpus.of_process(World.detect(os.environ), os.environ)
+        assigned = device_choice.gpus_of_process(World.detect(os.environ), os.environ)
         available = len(assigned) or 1 if self.several_devices else 1
         count = available if wanted is None else wanted
         if not isinstance(count, int) or not 1 <= count <= available:
@@ -92,7 +92,7 @@ class JobStrategy(TrainingStrategy):
                 f"`devices` is `{wanted}`, and a process of `{self.name}` has {devices}",
                 "leave `devices` out; start more processes to use more of the machine",
             )
-        return gpus.use_only(assigned[:count]) or ["CPU:0"]
+        return device_choice.use_only_gpus(assigned[:count]) or ["CPU:0"]
 
     def set_up(self) -> None:
         self.world = World.detect(os.environ)

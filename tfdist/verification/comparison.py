@@ -28,14 +28,13 @@ from typing import Any, Self
 import numpy as np
 import tensorflow as tf
 
-from tfdist.checkpointing import random_states
 from tfdist.checkpointing import state as training_state
 from tfdist.data.input.dataset_feed import BatchFeed
 from tfdist.data.input.feed import Feed
 from tfdist.errors import UsageError, VerificationError
-from tfdist.interface import state as strategy_state
 from tfdist.interface.program import Steps
 from tfdist.interface.strategy import Strategy, seed_of_random
+from tfdist.interface.variables import keep_strategy_state, strategy_state
 from tfdist.internals import keras as keras_internals
 from tfdist.internals import keras_patches, keras_variables, tensorflow_variables
 from tfdist.internals import tensorflow as tensorflow_internals
@@ -117,12 +116,12 @@ def restored(strategy: Strategy, model: Any, spec: Any) -> Iterator[None]:
 
     It also restores other variables that a step on a batch of `spec` uses.
     """
-    state = strategy_state.of(model)
+    state = strategy_state(model)
     with _state_kept([*_changed_variables(strategy, model, spec), *state.own]):
         try:
             yield
         finally:
-            strategy_state.keep(model, state)
+            keep_strategy_state(model, state)
 
 
 def _changed_variables(strategy: Strategy, model: Any, spec: Any) -> list[Any]:
@@ -237,11 +236,11 @@ def _state_kept(variables: Sequence[Any]) -> Iterator[None]:
 @contextlib.contextmanager
 def _random_states_kept() -> Iterator[None]:
     """Restores the states of the generators of Python, NumPy, Keras and TensorFlow at the end of the context."""
-    states, eager_state = random_states.snapshot(), tensorflow_internals.eager_random_state()
+    states, eager_state = training_state.random_states(), tensorflow_internals.eager_random_state()
     try:
         yield
     finally:
-        random_states.restore(states)
+        training_state.restore_random_states(states)
         tensorflow_internals.restore_eager_random_state(eager_state)
 
 
