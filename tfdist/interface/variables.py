@@ -23,9 +23,9 @@ import tensorflow as tf
 
 from tfdist.groups import ProcessGroup, parts
 from tfdist.groups.packing import summed
-from tfdist.internals import tensorflow_functions, tensorflow_variables
-from tfdist.internals.attached import Attached
+from tfdist.internals import tensorflow_graphs, tensorflow_variables
 from tfdist.internals.keras import tf_variable
+from tfdist.internals.patching import Attached
 from tfdist.internals.tensorflow_variables import PIECE_BYTES, filled, memory, read, size_bytes
 from tfdist.jobs import consensus
 
@@ -154,7 +154,7 @@ def broadcast_handles(handles: Sequence[Sequence[tf.Tensor]], peers: consensus.P
     """
     if not handles or peers.world.world_size == 1:
         return
-    values = [tf.io.serialize_tensor(tensorflow_functions.read(copies[0])).numpy() for copies in handles]
+    values = [tf.io.serialize_tensor(tensorflow_graphs.read(copies[0])).numpy() for copies in handles]
     lengths = consensus.broadcast_from_chief(peers, list(map(len, values)))  # strings have different lengths
     is_chief = peers.world.is_chief
     message = np.frombuffer(b"".join(values), np.uint8) if is_chief else np.empty(sum(lengths), np.uint8)
@@ -162,9 +162,9 @@ def broadcast_handles(handles: Sequence[Sequence[tf.Tensor]], peers: consensus.P
     if is_chief:
         return
     for copies, part in zip(handles, np.split(message, np.cumsum(lengths)[:-1]), strict=True):
-        value = tf.io.parse_tensor(part.tobytes(), tensorflow_functions.read(copies[0]).dtype)
+        value = tf.io.parse_tensor(part.tobytes(), tensorflow_graphs.read(copies[0]).dtype)
         for handle in copies:
-            tensorflow_functions.set_value(handle, value)
+            tensorflow_graphs.set_value(handle, value)
 
 
 def checksum(variables: Iterable[Any]) -> int:

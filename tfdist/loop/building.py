@@ -27,9 +27,9 @@ from tfdist.checkpointing import state as training_state
 from tfdist.interface.strategy import Strategy
 from tfdist.interface.variables import broadcast_handles, strategy_state
 from tfdist.internals import keras as keras_internals
-from tfdist.internals import keras_data, keras_variables, tensorflow_functions, tensorflow_variables
+from tfdist.internals import keras_data, keras_variables, tensorflow_graphs, tensorflow_variables
 from tfdist.internals import tensorflow as tensorflow_internals
-from tfdist.internals.attached import Attached
+from tfdist.internals.patching import Attached
 from tfdist.jobs import consensus
 from tfdist.loop import metrics
 
@@ -148,10 +148,10 @@ class CapturedVariable:
         self._handle = handle
 
     def numpy(self) -> np.ndarray:
-        return tensorflow_functions.value(self._handle)
+        return tensorflow_graphs.value(self._handle)
 
     def assign(self, value: Any) -> None:
-        tensorflow_functions.set_value(self._handle, value)
+        tensorflow_graphs.set_value(self._handle, value)
 
 
 def captured(strategy: Strategy, model: Any, spec: Any) -> list[CapturedVariable]:
@@ -177,7 +177,7 @@ def broadcast_captured(strategy: Strategy, model: Any, graph: Any) -> None:
     if strategy.world.world_size == 1:
         return
     handles = _captured_by(graph, strategy, model)
-    described = list(map(tensorflow_functions.described, handles))
+    described = list(map(tensorflow_graphs.described, handles))
     consensus.require_equal_variables(strategy, described, "what a step uses besides the model")
     broadcast_handles([_copies(strategy, handle) for handle in handles], strategy)
     _captured.set(model, (_captured.get(model) or {}) | {id(handle): handle for handle in handles})
@@ -193,7 +193,7 @@ def _captured_by(graph: Any, strategy: Strategy, model: Any) -> list[tf.Tensor]:
     with strategy.tracing(model):  # selects the same copies as the traced step
         known = {id(tensorflow_variables.copies(variable)[0].handle) for variable in tracked}
     known |= set(strategy.variables_in_parts(model))
-    unknown = [handle for handle in tensorflow_functions.variables_of(graph) if id(handle) not in known]
+    unknown = [handle for handle in tensorflow_graphs.variables_of(graph) if id(handle) not in known]
     return [handle for handle in unknown if mesh is None or mesh.is_common(handle)]
 
 
