@@ -28,7 +28,7 @@ from tfdist.errors import EXIT_INTERRUPTED, EXIT_USAGE, TfdistError, Verificatio
 from tfdist.jobs import job_environment, process_exit
 from tfdist.jobs.world import World
 from tfdist.launcher import job
-from tfdist.launcher.elastic_options import ElasticOptions, elastic_options
+from tfdist.launcher.elastic import ElasticOptions, elastic_options
 from tfdist.run import config as configs
 from tfdist.run import processes, recipes
 

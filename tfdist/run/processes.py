@@ -14,7 +14,7 @@ from tfdist import strategies
 from tfdist.errors import UsageError
 from tfdist.jobs.world import World
 from tfdist.launcher import job
-from tfdist.launcher.elastic_options import ElasticOptions
+from tfdist.launcher.elastic import ElasticOptions
 from tfdist.run.config import TrainConfig
 
 
