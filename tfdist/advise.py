@@ -18,9 +18,8 @@ from typing import Any
 import click
 
 from tfdist import registry, strategies, terminal
-from tfdist.advisor import measured, predictions
-from tfdist.advisor.costs import Compute, Link, link_of
-from tfdist.advisor.predictions import Prediction
+from tfdist.advisor import costs, measured
+from tfdist.advisor.costs import Compute, Link, Prediction, link_of
 from tfdist.data.tools import for_model
 from tfdist.errors import UsageError
 from tfdist.study import measure, plan, runs
@@ -122,7 +121,7 @@ def command(
         terminal.say("Measuring how long steps are ...")
         work = work.with_steps_for(Path(folder))
         facts = _measure(work, counts, described, Path(folder))
-        found = predictions.predict(facts, counts)
+        found = costs.predict(facts, counts)
         with terminal.guarded_stdout(needed=True):
             click.echo(_table(found, counts))
             click.echo(_recommendation(found))
@@ -133,7 +132,7 @@ def command(
                 click.echo(_comparison(work, found, Path(folder)))
 
 
-def _measure(work: measured.Work, counts: Sequence[int], described: Link | None, folder: Path) -> predictions.Facts:
+def _measure(work: measured.Work, counts: Sequence[int], described: Link | None, folder: Path) -> costs.Facts:
     """Measures what the predictions need; `described` is the link between machines, if the user described it."""
     compute: dict[int, Compute] = {}
     for count in [1] if described else sorted({1, *counts}):
@@ -153,7 +152,7 @@ def _measure(work: measured.Work, counts: Sequence[int], described: Link | None,
         exchange_seconds = 0.0 if described else links["mpi_split"].all_reduce_seconds(bytes_, 2)
         averaging_seconds = measured.averaging_seconds(work, folder / "averaging") or 0.0
         copy_seconds = max(0.0, averaging_seconds - exchange_seconds)
-    return predictions.Facts(work.batch_size, steps, bytes_, compute, links, described is not None, copy_seconds)
+    return costs.Facts(work.batch_size, steps, bytes_, compute, links, described is not None, copy_seconds)
 
 
 def _table(found: Sequence[Prediction], counts: Sequence[int]) -> str:

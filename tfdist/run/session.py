@@ -1,8 +1,17 @@
-"""One training run of `tfdist train`, from its config to its record. Importing this module imports TensorFlow."""
+"""One training run of `tfdist train`, from its config to its record. Importing this module imports TensorFlow.
+
+A run warns of probable mistakes in a user's model or dataset, one sentence each:
+
+    >>> model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(3, activation="softmax")])
+    >>> model.compile("adam", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+    >>> mistake_in_loss(model)
+    'The model ends in probabilities (softmax), and its loss expects logits (`from_logits=True`): leave the softmax out'
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import math
 import sys
 import time
@@ -24,7 +33,7 @@ from tfdist.internals import keras as keras_internals
 from tfdist.internals.tensorflow import runtime_started
 from tfdist.jobs import consensus
 from tfdist.profiling import trace
-from tfdist.run import advice, optimizers, recorder, schema
+from tfdist.run import optimizers, recorder, schema
 from tfdist.run.config import TrainConfig
 from tfdist.run.folder import RunFolder, load_record, writing
 from tfdist.run.recorder import Recorder, begin_record
@@ -36,6 +45,15 @@ from tfdist.verification.bounds import BoundReport
 # 0.78 ms on four; `cnn` at batch 128 takes 33 ms on one and 17 ms on four. Both take the same time between `mlp` at
 # batch 128 (78 million) and `lenet` at batch 32 (92 million).
 SMALL_STEP_OPERATIONS = 85_000_000
+# Layers that scale or normalize their input.
+_SCALING = (
+    keras.layers.Rescaling,
+    keras.layers.Normalization,
+    keras.layers.BatchNormalization,
+    keras.layers.LayerNormalization,
+    keras.layers.GroupNormalization,
+)
+_PROBABILITIES = ("softmax", "sigmoid")
 
 
 def step_is_small(model: str, spec: Any, batch_size: int, options: Mapping[str, Any] | None = None) -> bool:
@@ -332,7 +350,7 @@ class Session:
         for name in ("optimizer", "learning_rate", "momentum", "weight_decay") if compiled else ():
             if getattr(self.config, name) is not None:
                 self._warn(f"The model is compiled already, and `--{name.replace('_', '-')}` has no effect")
-        for sentence in advice.about(model, source):
+        for sentence in (mistake_in_loss(model), mistake_in_pixels(model, source)):
             self._warn(sentence)
 
     def _warn(self, sentence: str | None) -> None:
@@ -389,6 +407,61 @@ class Session:
         with writing(self.folder.path):
             files.write_text(self.folder.profile, profile + "\n")
         self._show(profile)
+
+
+def mistake_in_loss(model: keras.Model) -> str | None:
+    """Returns a warning if a model outputs probabilities and its loss expects logits, or vice versa; else `None`."""
+    expects_logits = _expects_logits(model.loss)
+    ending = _ending(model)
+    if expects_logits is None or ending is None:
+        return None
+    if expects_logits and ending in _PROBABILITIES:
+        return (
+            f"The model ends in probabilities ({ending}), and its loss expects logits (`from_logits=True`): "
+            f"leave the {ending} out"
+        )
+    if not expects_logits and ending == "linear":
+        return (
+            "The model ends without an activation, and its loss expects probabilities: compile it with a loss that has "
+            "`from_logits=True`"
+        )
+    return None
+
+
+def mistake_in_pixels(model: keras.Model, source: data.Source) -> str | None:
+    """Returns a warning if the model certainly gets pixels from 0 to 255 and does not scale them; else `None`."""
+    layers = keras_internals.all_layers(model)
+    scales = any(isinstance(layer, _SCALING) for layer in layers)
+    # A layer of the user's may scale in its own code.
+    if not source.has_bytes or scales or not all(keras_internals.is_of_keras(type(layer)) for layer in layers):
+        return None
+    return (
+        f"The examples of `{source.spec.name}` are whole numbers up to 255 (uint8), and nothing scales them: "
+        "divide them by 255, or begin the model with `keras.layers.Rescaling(1 / 255)`"
+    )
+
+
+def _expects_logits(loss: Any) -> bool | None:
+    """Whether a loss expects logits; `None` if it takes neither logits nor probabilities, or is not part of Keras."""
+    if isinstance(loss, str):
+        loss = keras.losses.get(loss)
+    if inspect.isfunction(loss) and loss.__module__.startswith("keras."):
+        return False if "from_logits" in inspect.signature(loss).parameters else None
+    if not (isinstance(loss, keras.losses.Loss) and keras_internals.is_of_keras(type(loss))):
+        return None
+    expects: bool | None = loss.get_config().get("from_logits")
+    return expects
+
+
+def _ending(model: keras.Model) -> str | None:
+    """The activation of the model's output: "softmax", "sigmoid" or "linear"; `None` for anything else."""
+    last = keras_internals.last_operation(model)
+    kind = type(last).__name__.lower()  # `keras.layers.Softmax`, or the operation of `keras.ops.softmax`
+    if kind in _PROBABILITIES:
+        return kind
+    name = getattr(getattr(last, "activation", None), "__name__", None)
+    has_kernel = isinstance(last, keras.layers.Dense | keras.layers.Conv2D)
+    return name if name in _PROBABILITIES or (name == "linear" and has_kernel) else None
 
 
 def _may_use_one_thread(config: TrainConfig) -> bool:
