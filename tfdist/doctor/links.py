@@ -95,7 +95,6 @@ def between_two_processes(strategy: str) -> Measurement:
 
 
 def _job(strategy: str, folder: Path) -> Measurement:
-    """Runs the job, with its files in `folder`."""
     engine, options = ENGINES[strategy]
     results, logs = folder / "results.json", folder / "logs"
     job = ["--workers", "2", *options, "--log-dir", str(logs), "--start-seconds", f"{SECONDS_TO_START:g}"]

@@ -237,7 +237,6 @@ class Session:
         return strategy, source, model, train
 
     def _training_feed(self, strategy: Any, source: data.Source) -> Any:
-        """The training batches, from the requested input."""
         config = self.config
         if config.input == "synthetic":
             return repeated.feed(source, "train", config.batch_size, augment=config.augment, **self._feed_options())
@@ -249,7 +248,6 @@ class Session:
         return source.feed(split, self.config.batch_size, world=strategy.world, **self._feed_options(), **options)
 
     def _feed_options(self) -> dict[str, Any]:
-        """The common options of all feeds."""
         streams = {"stream_positions": True} if _has_streams(self.config) else {}
         return {"seed": self.config.seed, **streams}
 
@@ -393,7 +391,6 @@ class Session:
             self.record.test_metrics = {**(self.record.test_metrics or {}), **run.scores}
 
     def _write_profile(self) -> None:
-        """Writes the summary of the trace to the run folder and to the record."""
         summary = trace.summarize(self.folder.tensorboard)
         profile = trace.as_text(summary)
         assert self.record is not None
@@ -476,25 +473,8 @@ def _has_streams(config: TrainConfig) -> bool:
 def _job_settings(config: TrainConfig) -> dict[str, str]:
     """The options that must be equal in all processes of a job."""
     names = (
-        "model",
-        "dataset",
-        "data_options",
-        "on_bad_example",
-        "augment",
-        "limit",
-        "input",
-        "epochs",
-        "batch_size",
-        "model_options",
-        "strategy_options",
-        "optimizer",
-        "learning_rate",
-        "momentum",
-        "weight_decay",
-        "schedule",
-        "warmup_epochs",
-        "dtype_policy",
-        "gradient_accumulation",
-        "seed",
+        *("model", "dataset", "data_options", "on_bad_example", "augment", "limit", "input", "epochs", "batch_size"),
+        *("model_options", "strategy_options", "optimizer", "learning_rate", "momentum", "weight_decay", "schedule"),
+        *("warmup_epochs", "dtype_policy", "gradient_accumulation", "seed"),
     )
     return {"--" + name.replace("_", "-"): str(getattr(config, name)) for name in names}

@@ -83,7 +83,7 @@ def html(comparisons: Sequence[Comparison]) -> str:
         _section(f"case-{index}", comparison, palette, len(comparisons)) for index, comparison in enumerate(comparisons)
     ]
     first = _first(comparisons, palette)
-    weak = _weak(comparisons, palette)
+    weak = _weak_scaling(comparisons, palette)
     pictures = [*([first] if first else []), *(figure for section in sections for figure in section.pictures), *weak]
     script = vl_convert.javascript_bundle((FOLDER / "page.js").read_text(encoding="utf-8"))
     script = script.replace("</script", "<\\/script")  # would end the element, even within a string
@@ -178,8 +178,7 @@ def _first(comparisons: Sequence[Comparison], palette: Palette) -> Figure | None
     return None if chart is None else Figure("answer", "", caption, _spec(chart))
 
 
-def _weak(comparisons: Sequence[Comparison], palette: Palette) -> list[Figure]:
-    """The pictures of weak scaling."""
+def _weak_scaling(comparisons: Sequence[Comparison], palette: Palette) -> list[Figure]:
     figures: list[Figure] = []
     for case, chart in charts.weak_scaling(comparisons, palette).items():
         title = f"{case.model} on {case.dataset}, {case.batch_size} examples per worker"

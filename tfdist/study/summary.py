@@ -280,7 +280,6 @@ def _markdown(table: Table) -> str:
 
 
 def _conditions(comparison: Comparison) -> str:
-    """The section on machines, versions and commands."""
     lines = ["### Machines, versions, commands", ""]
     lines += [f"- {_escaped(machine)}" for machine in machines([comparison])]
     for name, command in commands(comparison).items():
