@@ -27,15 +27,7 @@ from typing import Any
 from rich.panel import Panel
 from rich.text import Text
 
-from tfdist.errors import (
-    EXIT_CLUSTER,
-    EXIT_INTERRUPTED,
-    EXIT_RESHAPED,
-    EXIT_USAGE,
-    ClusterError,
-    TfdistError,
-    UsageError,
-)
+from tfdist.errors import EXIT_CLUSTER, EXIT_INTERRUPTED, EXIT_RESHAPED, EXIT_USAGE, ClusterError, UsageError
 from tfdist.jobs import elastic, job_environment, ports
 from tfdist.launcher import agent, resources
 from tfdist.launcher.job import Job
@@ -61,97 +53,9 @@ FORWARDED_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR
 ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 # The exit codes after which a job is not started again.
 FINAL_CODES = (0, EXIT_USAGE, EXIT_INTERRUPTED, 128 + signal.SIGTERM, 128 + signal.SIGHUP)
-
-
-def has_terminal(process: Process) -> bool:
-    """Whether the process writes to a terminal, which it needs to show a moving progress bar."""
-    return process.rank == 0 and sys.stdout is not None and sys.stdout.isatty()
-
-
-def job_of_host(
-    job: Job, processes: Sequence[Process], cluster: str | None, environment: Mapping[str, str]
-) -> dict[str, Any]:
-    """Returns the part of a job that one host runs, as its agent expects it.
-
-    Args:
-        job: the job.
-        processes: the processes of this host, by their number on the host.
-        cluster: the addresses of all processes by role, as JSON; `None` if the processes need no addresses.
-        environment: the variables of all processes.
-    """
-    training = [process for process in processes if process.role == "worker"]
-    shares = {process: [number, len(training)] for number, process in enumerate(training)}
-    return {
-        "argv": job.argv(),
-        "cwd": os.getcwd(),
-        "environment": dict(environment),
-        "cluster": cluster,
-        "size": len(job.roles),
-        "processes": [
-            {
-                "role": process.role,
-                "index": process.index,
-                "share": shares.get(process),
-                "output": agent.TERMINAL if has_terminal(process) else agent.MERGED if process.rank else agent.SEPARATE,
-            }
-            for process in processes
-        ],
-    }
-
-
-def environment_of(job: Job, restart: int, is_elastic: bool, isolated: bool) -> dict[str, str]:
-    """Returns the environment variables that all processes of a job get.
-
-    Args:
-        job: the job.
-        restart: how often the job was started before.
-        is_elastic: whether its hosts may change.
-        isolated: whether it runs in a network namespace.
-    """
-    variables = {
-        ports.SHARE: "1",
-        "PYTHONUNBUFFERED": "1",
-        job_environment.JOB: job.name,
-        job_environment.TYPED: shlex.join(sys.orig_argv),
-        job_environment.RESTART: str(restart),
-        job_environment.START_SECONDS: f"{job.start_seconds:g}",
-        job_environment.END_SECONDS: f"{SECONDS_TO_END_OF_MPIRUN if job.mpi else agent.SECONDS_TO_END:g}",
-    }
-    if job.mpi:  # the launcher starts only `mpirun`, so each process has to take its share of the cores itself
-        variables[job_environment.SHARE_CORES] = "1"
-    if is_elastic:
-        variables[job_environment.ELASTIC] = "1"
-    if isolated:
-        variables[job_environment.OWN_NETWORK] = "1"
-    return variables
-
-
 _CLONE_NEWUSER, _CLONE_NEWNET = 0x10000000, 0x40000000
 _SIOCSIFFLAGS = 0x8914
 _IFF_UP = 1
-
-
-def isolate() -> bool:
-    """Moves this process, and the processes that it starts later, into a new network namespace.
-
-    Returns:
-        Whether the system allowed it. If not, nothing has changed.
-    """
-    user, group = os.geteuid(), os.getegid()
-    if not _unshare(_CLONE_NEWNET):
-        if not _unshare(_CLONE_NEWUSER | _CLONE_NEWNET):
-            return False
-        # The user and the group stay the same in the namespace.
-        Path("/proc/self/setgroups").write_text("deny")
-        Path("/proc/self/uid_map").write_text(f"{user} {user} 1")
-        Path("/proc/self/gid_map").write_text(f"{group} {group} 1")
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
-        fcntl.ioctl(any_socket, _SIOCSIFFLAGS, struct.pack("16sh14x", b"lo", _IFF_UP))
-    return True
-
-
-def _unshare(flags: int) -> bool:
-    return ctypes.CDLL(None, use_errno=True).unshare(flags) == 0
 
 
 def run(wanted: Job) -> int:
@@ -461,7 +365,7 @@ class Host:
         self.is_connected = True
         self._listening = asyncio.create_task(self._listen())
 
-    def _did_not_start(self, output: bytes, within: str) -> TfdistError:
+    def _did_not_start(self, output: bytes, within: str) -> ClusterError:
         names = self.processes[0].name
         if len(self.processes) > 1:
             names += f" and {len(self.processes) - 1} more"
@@ -543,3 +447,89 @@ async def _remaining(errors: asyncio.StreamReader) -> bytes:
             while chunk := await errors.read(agent.CHUNK_BYTES):
                 output += chunk
     return output
+
+
+def job_of_host(
+    job: Job, processes: Sequence[Process], cluster: str | None, environment: Mapping[str, str]
+) -> dict[str, Any]:
+    """Returns the part of a job that one host runs, as its agent expects it.
+
+    Args:
+        job: the job.
+        processes: the processes of this host, by their number on the host.
+        cluster: the addresses of all processes by role, as JSON; `None` if the processes need no addresses.
+        environment: the variables of all processes.
+    """
+    training = [process for process in processes if process.role == "worker"]
+    shares = {process: [number, len(training)] for number, process in enumerate(training)}
+    return {
+        "argv": job.argv(),
+        "cwd": os.getcwd(),
+        "environment": dict(environment),
+        "cluster": cluster,
+        "size": len(job.roles),
+        "processes": [
+            {
+                "role": process.role,
+                "index": process.index,
+                "share": shares.get(process),
+                "output": agent.TERMINAL if has_terminal(process) else agent.MERGED if process.rank else agent.SEPARATE,
+            }
+            for process in processes
+        ],
+    }
+
+
+def environment_of(job: Job, restart: int, is_elastic: bool, isolated: bool) -> dict[str, str]:
+    """Returns the environment variables that all processes of a job get.
+
+    Args:
+        job: the job.
+        restart: how often the job was started before.
+        is_elastic: whether its hosts may change.
+        isolated: whether it runs in a network namespace.
+    """
+    variables = {
+        ports.SHARE: "1",
+        "PYTHONUNBUFFERED": "1",
+        job_environment.JOB: job.name,
+        job_environment.TYPED: shlex.join(sys.orig_argv),
+        job_environment.RESTART: str(restart),
+        job_environment.START_SECONDS: f"{job.start_seconds:g}",
+        job_environment.END_SECONDS: f"{SECONDS_TO_END_OF_MPIRUN if job.mpi else agent.SECONDS_TO_END:g}",
+    }
+    if job.mpi:  # the launcher starts only `mpirun`, so each process has to take its share of the cores itself
+        variables[job_environment.SHARE_CORES] = "1"
+    if is_elastic:
+        variables[job_environment.ELASTIC] = "1"
+    if isolated:
+        variables[job_environment.OWN_NETWORK] = "1"
+    return variables
+
+
+def has_terminal(process: Process) -> bool:
+    """Whether the process writes to a terminal, which it needs to show a moving progress bar."""
+    return process.rank == 0 and sys.stdout is not None and sys.stdout.isatty()
+
+
+def isolate() -> bool:
+    """Moves this process, and the processes that it starts later, into a new network namespace.
+
+    Returns:
+        Whether the system allowed it. If not, nothing has changed.
+    """
+    user, group = os.geteuid(), os.getegid()
+    if not _unshare(_CLONE_NEWNET):
+        if not _unshare(_CLONE_NEWUSER | _CLONE_NEWNET):
+            return False
+        # The user and the group stay the same in the namespace.
+        Path("/proc/self/setgroups").write_text("deny")
+        Path("/proc/self/uid_map").write_text(f"{user} {user} 1")
+        Path("/proc/self/gid_map").write_text(f"{group} {group} 1")
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
+        fcntl.ioctl(any_socket, _SIOCSIFFLAGS, struct.pack("16sh14x", b"lo", _IFF_UP))
+    return True
+
+
+def _unshare(flags: int) -> bool:
+    return ctypes.CDLL(None, use_errno=True).unshare(flags) == 0
