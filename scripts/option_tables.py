@@ -15,9 +15,9 @@ import importlib
 import inspect
 import os
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from tfdist import strategies
 from tfdist.jobs.world import World
@@ -98,10 +98,9 @@ def _code(name: str) -> str:
     return f"`{name}`"
 
 
-def _table(headings: Iterable[str], rows: Iterable[Iterable[Any]]) -> str:
-    lines = [list(headings), *map(list, rows)]
-    lines.insert(1, ["---"] * len(lines[0]))
-    return "".join(f"| {' | '.join(line)} |\n".replace("| --- ", "|---").replace("--- |", "---|") for line in lines)
+def _table(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    lines = [f"| {' | '.join(row)} |" for row in rows]
+    return "\n".join([f"| {' | '.join(headings)} |", "|" + "---|" * len(headings), *lines, ""])
 
 
 def pages() -> dict[Path, str]:
