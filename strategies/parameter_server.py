@@ -51,7 +51,7 @@ class ParameterServerStrategy(ServedStrategy):
         momentum: for `eamsgd`; default: 0.99.
         shard_bytes: the rows of larger variables are spread over the servers.
         timeout_seconds: how long to wait for a silent worker, before its steps are given to another.
-        start_timeout_seconds: how long the start waits for all processes; `None` is the launcher's setting, or 60.
+        start_timeout_seconds: how long the start waits for all processes; `None` uses the launcher's setting or 60.
         job_settings: settings that must be the same in all processes, as the versions of packages must.
         options: see `tfdist.strategies.base.Strategy`.
 

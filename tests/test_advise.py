@@ -8,7 +8,7 @@ import pytest
 from click.testing import CliRunner
 
 from tfdist import advise
-from tfdist.advisor import costs, measured, predictions
+from tfdist.advisor import costs, measured
 from tfdist.advisor.costs import Compute, Link
 
 COMPUTE = Compute(fixed_seconds=0.002, example_seconds=0.0001)
@@ -21,11 +21,11 @@ def test_the_synopsis_runs():
 
 def facts(link, machines=True, batch_size=1024):
     names = ("multiworker", "horovod", "mpi_split", "parameter_server")
-    return predictions.Facts(batch_size, 100, 4e6, {1: COMPUTE, 2: COMPUTE}, dict.fromkeys(names, link), machines)
+    return costs.Facts(batch_size, 100, 4e6, {1: COMPUTE, 2: COMPUTE}, dict.fromkeys(names, link), machines)
 
 
 def rates(*arguments, **named):
-    return {one.name: one.examples_per_second for one in predictions.predict(facts(*arguments, **named), [2, 4])}
+    return {one.name: one.examples_per_second for one in costs.predict(facts(*arguments, **named), [2, 4])}
 
 
 def test_computation_is_divided_and_its_fixed_part_is_not():
@@ -45,7 +45,7 @@ def test_a_slow_link_makes_one_device_the_fastest_of_those_that_are_exact():
 
 def test_an_averaging_copies_what_it_sends_once_in_its_steps():
     copied = dataclasses.replace(facts(SLOW), copy_seconds=3.0)
-    found = {one.name: one.examples_per_second for one in predictions.predict(copied, [4])}
+    found = {one.name: one.examples_per_second for one in costs.predict(copied, [4])}
     assert 1024 / found["mpi_split on 4"] == pytest.approx(0.0276 + (3.0 + 0.606) / 100)
 
 
@@ -56,8 +56,8 @@ def test_servers_are_bound_by_their_link_and_a_pipeline_by_its_bubble():
 
 
 def test_processes_of_one_machine_have_the_cost_that_was_measured_together():
-    shared = predictions.Facts(64, 10, 1e6, {1: COMPUTE, 2: Compute(0.1, 0.0)}, {"multiworker": FAST}, machines=False)
-    found = {one.name: one.examples_per_second for one in predictions.predict(shared, [2])}
+    shared = costs.Facts(64, 10, 1e6, {1: COMPUTE, 2: Compute(0.1, 0.0)}, {"multiworker": FAST}, machines=False)
+    found = {one.name: one.examples_per_second for one in costs.predict(shared, [2])}
     assert found["multiworker on 2"] == pytest.approx(640, rel=0.01) and set(found) == {"single", "multiworker on 2"}
 
 

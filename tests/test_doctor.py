@@ -19,7 +19,7 @@ from click.testing import CliRunner
 from tests.processes.jobs import clean_environment
 from tfdist import __main__
 from tfdist.doctor import __main__ as doctor
-from tfdist.doctor import child, engines, environment, gpus, job, machine, network, packages, readiness
+from tfdist.doctor import child, engines, gpus, job, machine, network, packages, readiness
 from tfdist.doctor.finding import note, ok, problem
 from tfdist.doctor.links import Measurement
 from tfdist.errors import UnknownNameError
@@ -788,7 +788,7 @@ class TestEnvironment:
             "OTHER": "abc",
             "TF_CPP_MIN_LOG_LEVEL": "3",
         }
-        found = dict(environment.variables(variables))
+        found = dict(doctor.variables(variables))
         assert found == {
             "HOROVOD_SECRET_KEY": "(left out)",
             "TFDS_TOKEN": "(left out)",

@@ -15,7 +15,7 @@ import pytest
 from tests import chromium
 from tests.test_study import made
 from tfdist.errors import UsageError
-from tfdist.study import charts, measure, page, results, runs, serve, text
+from tfdist.study import charts, measure, page, results, runs, summary
 
 EVIL = "<img src=x onerror=alert(1)>|`</script><script>alert(2)</script>`:f"
 
@@ -101,7 +101,7 @@ def test_a_single_case_is_drawn_without_an_overview(tmp_path):
 def test_names_with_markup_are_shown_and_not_obeyed(several, tmp_path):
     html = several.read_text()
     assert "<img src=x" not in html and "alert(2)</script>" not in html
-    markdown = text.report(comparisons(several.parent))
+    markdown = summary.markdown(comparisons(several.parent))
     assert "<img" not in markdown and "\\|" in markdown and "<b>" not in markdown
 
 
@@ -117,7 +117,7 @@ def test_runs_that_leave_nothing_to_draw_make_a_page_of_their_tables(tmp_path):
     made(tmp_path, error="error: no memory")
     (found,) = comparisons(tmp_path)
     assert page.picture([found]) == "" and "no run did equal work" in page.html([found])
-    assert "![" not in text.report([found])
+    assert "![" not in summary.markdown([found])
 
 
 def test_each_number_of_workers_has_a_dash_and_each_strategy_a_shape(several):
@@ -189,17 +189,17 @@ def test_a_dark_screen_has_a_dark_page_and_paper_a_light_one(opened):
 
 
 def test_the_page_is_served_on_this_machine_alone():
-    with serve.serving("<p>ä</p>") as server:
-        address = serve.address(server)
+    with page.serving("<p>ä</p>") as server:
+        address = page.address(server)
         assert address.startswith("http://127.0.0.1:")
         with urllib.request.urlopen(address, timeout=10) as answer:
             assert answer.read() == "<p>ä</p>".encode()
             assert answer.headers["Content-Type"] == "text/html; charset=utf-8"
         with pytest.raises(urllib.error.HTTPError, match="404"):
             urllib.request.urlopen(f"{address}../measured.json", timeout=10)
-        with pytest.raises(UsageError, match="cannot be shown on port"), serve.serving("", server.server_port):
+        with pytest.raises(UsageError, match="cannot be shown on port"), page.serving("", server.server_port):
             pass
-    with pytest.raises(UsageError, match="port 70000"), serve.serving("", 70000):
+    with pytest.raises(UsageError, match="port 70000"), page.serving("", 70000):
         pass
 
 

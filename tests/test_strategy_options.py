@@ -3,8 +3,10 @@
 import importlib
 import inspect
 import re
+import runpy
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
@@ -13,6 +15,8 @@ import tfdist
 from tfdist import strategies, train
 from tfdist.errors import UsageError
 from tfdist.run import config as configs
+
+ROOT = Path(__file__).parent.parent
 
 
 def accepted(constructor):
@@ -37,6 +41,25 @@ def test_the_options_that_are_read_from_the_source_are_those_of_the_class(name):
 def test_each_option_is_described_where_it_is_declared(name):
     undescribed = {option.name for option in strategies.signature(name).options.values() if not option.help}
     assert not undescribed
+
+
+OPTION_TABLES = runpy.run_path(str(ROOT / "scripts" / "option_tables.py"))
+
+
+def test_the_tables_of_options_in_the_pages_follow_from_the_constructors():
+    pages = OPTION_TABLES["pages"]()
+    for path, text in pages.items():
+        assert path.read_text(encoding="utf-8") == text, "run `python scripts/option_tables.py`"
+    listed = set(re.findall(r"^\| `(\w+)` \|", "".join(pages.values()), re.MULTILINE))
+    options = {option.name for name in strategies.names() for option in OPTION_TABLES["options_of"](name)}
+    assert options <= listed
+
+
+def test_the_tables_that_are_written_by_hand_name_options_of_the_strategies():
+    known = {option for name in strategies.names() for option in strategies.signature(name).options}
+    tables = re.findall(r"^\| option \|.*\n((?:\|.*\n)*)", (ROOT / "docs" / "gpus.md").read_text(), re.MULTILINE)
+    named = set(re.findall(r"^\| `(\w+)` \|", "".join(tables), re.MULTILINE))
+    assert {"devices", "communication"} <= named <= known
 
 
 def test_the_docstring_of_the_first_function_lists_every_strategy():

@@ -13,16 +13,17 @@ import pytest
 
 from tests.test_doctor import program
 from tests.test_profiler import serving
+from tfdist import report
 from tfdist.errors import RunFolderError, UsageError
 from tfdist.run import schema
 from tfdist.run.folder import RunFolder
 from tfdist.run.schema import EpochRecord
-from tfdist.study import events, measure, page, plan, prices, ratios, results, runs, summary, text, verdicts
+from tfdist.study import measure, page, plan, prices, ratios, results, runs, summary, verdicts
 
 CASE = {"model": "cnn", "dataset": "digits", "batch_size": 32}
 
 
-@pytest.mark.parametrize("module", [measure, plan, ratios, prices, verdicts])
+@pytest.mark.parametrize("module", [measure, page, plan, ratios, prices, verdicts])
 def test_the_synopsis_runs(module):
     assert doctest.testmod(module).failed == 0
 
@@ -73,10 +74,10 @@ def test_the_gpus_are_watched_while_a_run_is_made_and_shown_where_there_are_any(
     assert not psutil.pid_exists(int((tmp_path / "pid").read_text()))
     for number in range(2):
         made(tmp_path / "study", round=number, gpus_busy=seen.busy, gpu_memory_bytes=seen.memory_bytes)
-    page_text = text.report(results.of_runs(runs.load([tmp_path / "study"])))
+    page_text = summary.markdown(results.of_runs(runs.load([tmp_path / "study"])))
     assert "| GPU memory in use, MiB | GPUs busy |" in page_text and "| 3,000 | 1.00 |" in page_text
     made(tmp_path / "without")
-    assert "GPUs busy" not in text.report(results.of_runs(runs.load([tmp_path / "without"])))
+    assert "GPUs busy" not in summary.markdown(results.of_runs(runs.load([tmp_path / "without"])))
 
 
 def rows(folder, **options):
@@ -90,7 +91,7 @@ def test_speed_is_compared_within_rounds_so_that_a_slow_hour_does_not_count(tmp_
         made(tmp_path, "custom", 2, round=number, seconds=1.0 * drift)
     speed = rows(tmp_path)["custom on 2"].speed
     assert speed.median == pytest.approx(2) and speed.low == pytest.approx(2) and speed.high == pytest.approx(2)
-    assert "fastest, 2.00 (2.00 to 2.00) times as fast" in text.report(results.of_runs(runs.load([tmp_path])))
+    assert "fastest, 2.00 (2.00 to 2.00) times as fast" in summary.markdown(results.of_runs(runs.load([tmp_path])))
 
 
 def test_an_interval_that_holds_1_is_no_difference(tmp_path):
@@ -98,7 +99,7 @@ def test_an_interval_that_holds_1_is_no_difference(tmp_path):
         made(tmp_path, "single", round=number, seconds=ratio)
         made(tmp_path, "custom", 2, round=number)
     (comparison,) = results.of_runs(runs.load([tmp_path]))
-    assert "no difference (0.90 to 1.10)" in text.table(comparison)
+    assert "no difference (0.90 to 1.10)" in summary.table(comparison)
     assert "no strategy is faster" in summary.answer(comparison) or "nothing is faster" in summary.answer(comparison)
 
 
@@ -141,7 +142,7 @@ def test_unequal_work_and_what_did_not_learn_is_marked_with_the_reason(tmp_path,
         comparison.rows[1].runs[0].record.optimizer_steps = 30
         (comparison,) = results.of_runs([row.runs[0] for row in comparison.rows])
     assert any(found.startswith(mark) for found in comparison.rows[1].marks), comparison.rows[1].marks
-    assert f"| {summary.MARK} custom on 2 |" in text.table(comparison)
+    assert f"| {summary.MARK} custom on 2 |" in summary.table(comparison)
     assert "nothing is faster" in summary.answer(comparison)
 
 
@@ -168,7 +169,9 @@ def test_runs_that_missed_the_target_or_failed_are_counted_beside_those_that_rea
     row = rows(tmp_path)["single"]
     assert row.reached == "2 of 4"
     assert (row.epochs_to_target, row.seconds_to_target, row.training_seconds_to_target) == (2.5, 25.0, 3.75)
-    assert "`single` failed in 1 of 4 runs: error: out of memory" in text.report(results.of_runs(runs.load([tmp_path])))
+    assert "`single` failed in 1 of 4 runs: error: out of memory" in summary.markdown(
+        results.of_runs(runs.load([tmp_path]))
+    )
 
 
 def test_a_name_with_a_bar_stays_in_its_column(tmp_path):
@@ -176,7 +179,7 @@ def test_a_name_with_a_bar_stays_in_its_column(tmp_path):
     (comparison,) = results.of_runs(runs.load([tmp_path]))
     cell = dataclasses.replace(comparison.rows[0].cell, strategy="mine:Own", label="a|b")
     row = dataclasses.replace(comparison.rows[0], cell=cell)
-    assert "| a\\|b on 1 |" in text.table(results.Comparison(comparison.case, [row]))
+    assert "| a\\|b on 1 |" in summary.table(results.Comparison(comparison.case, [row]))
 
 
 def test_scaling_is_told_beside_one_worker(tmp_path):
@@ -308,7 +311,7 @@ def test_tensorboard_shows_the_strategies_side_by_side(tmp_path):
     made(tmp_path / "runs")
     made(tmp_path / "runs", "custom", 2)
     made(tmp_path / "runs", "custom", 2, round=1, error="error: out of memory")
-    events.write(results.of_runs(runs.load([tmp_path / "runs"])), tmp_path / "events")
+    report.write_events(results.of_runs(runs.load([tmp_path / "runs"])), tmp_path / "events")
     with serving(tmp_path / "events") as server:
         server.url = server.url.removesuffix("/profile")
         found = wait_for(lambda: json.loads(server.get("scalars/tags")[1]), lambda tags: len(tags) >= 2)
@@ -376,10 +379,10 @@ def test_both_reports_say_what_bounds_the_training(tmp_path):
     measured_with(tmp_path, "real", 3.0)
     measured_with(tmp_path, "synthetic", 1.0, traced=(0.05, 0.0, 0.0, 0.0))
     found = results.of_runs(runs.load([tmp_path]))
-    for report in (text.report(found), page.html(found)):
-        assert "What bounds the training" in report and "The step is bound by input: 67% of its time." in report
-        assert "With synthetic input an epoch is 3.00 (3.00 to 3.00) times as fast." in report
-        assert "with cached input" not in report  # which was not measured
+    for text in (summary.markdown(found), page.html(found)):
+        assert "What bounds the training" in text and "The step is bound by input: 67% of its time." in text
+        assert "With synthetic input an epoch is 3.00 (3.00 to 3.00) times as fast." in text
+        assert "with cached input" not in text  # which was not measured
     assert summary.headline(found) == "cnn on digits, global batch 32: nothing is faster than `single`."
 
 

@@ -7,7 +7,6 @@ import click
 from tfdist import __version__, advise, compare, launch, memory, profile, report, simulate, train, verify
 from tfdist.data import __main__ as data
 from tfdist.doctor import __main__ as doctor
-from tfdist.doctor import environment
 from tfdist.pipeline_parallel import __main__ as stages
 
 
@@ -30,10 +29,10 @@ COMMANDS = {
     "advise": advise,
     "simulate": simulate,
     "doctor": doctor,
-    "env": environment,
 }
 for name, module in COMMANDS.items():
     main.add_command(module.command, name)
+main.add_command(doctor.environment_command, "env")
 
 if __name__ == "__main__":
     main()

@@ -18,9 +18,8 @@ from typing import Any
 import click
 
 from tfdist import registry, strategies, terminal
-from tfdist.advisor import measured, predictions
-from tfdist.advisor.costs import Compute, Link, link_of
-from tfdist.advisor.predictions import Prediction
+from tfdist.advisor import costs, measured
+from tfdist.advisor.costs import Compute, Link, Prediction, link_of
 from tfdist.data.tools import for_model
 from tfdist.errors import UsageError
 from tfdist.study import measure, plan, runs
@@ -37,7 +36,7 @@ def require_format(path: Path) -> None:
         raise UsageError(f"`--curves` is `{path}`", f"use a file name that ends with one of {', '.join(FORMATS)}")
 
 
-def draw_predictions(found: Sequence[Prediction], path: Path) -> None:
+def draw_predictions(predictions: Sequence[Prediction], path: Path) -> None:
     """Draws the predicted speed over the number of workers into the file `path`.
 
     Raises:
@@ -45,17 +44,17 @@ def draw_predictions(found: Sequence[Prediction], path: Path) -> None:
     """
     import altair
 
-    single = next(prediction.examples_per_second for prediction in found if prediction.strategy == "single")
-    counts = sorted({prediction.workers for prediction in found} | {1})
+    single = next(prediction.examples_per_second for prediction in predictions if prediction.strategy == "single")
+    counts = sorted({prediction.workers for prediction in predictions} | {1})
     points = [
         {
             "workers": prediction.workers,
             "examples per second": prediction.examples_per_second,
             "strategy": prediction.strategy,
         }
-        for prediction in found
+        for prediction in predictions
     ]
-    names = list(dict.fromkeys(prediction.strategy for prediction in found if prediction.strategy != "single"))
+    names = list(dict.fromkeys(prediction.strategy for prediction in predictions if prediction.strategy != "single"))
     points += [{"workers": 1, "examples per second": single, "strategy": name} for name in names]
     points += [{"workers": n, "examples per second": n * single, "strategy": IDEAL} for n in counts]
     domain = ["single", *names, IDEAL]
@@ -122,18 +121,18 @@ def command(
         terminal.say("Measuring how long steps are ...")
         work = work.with_steps_for(Path(folder))
         facts = _measure(work, counts, described, Path(folder))
-        found = predictions.predict(facts, counts)
+        predictions = costs.predict(facts, counts)
         with terminal.guarded_stdout(needed=True):
-            click.echo(_table(found, counts))
-            click.echo(_recommendation(found))
+            click.echo(_table(predictions, counts))
+            click.echo(_recommendation(predictions))
             if picture is not None:
-                draw_predictions(found, picture)
+                draw_predictions(predictions, picture)
                 click.echo(picture)
             if check and described is None and 2 in counts:
-                click.echo(_comparison(work, found, Path(folder)))
+                click.echo(_comparison(work, predictions, Path(folder)))
 
 
-def _measure(work: measured.Work, counts: Sequence[int], described: Link | None, folder: Path) -> predictions.Facts:
+def _measure(work: measured.Work, counts: Sequence[int], described: Link | None, folder: Path) -> costs.Facts:
     """Measures what the predictions need; `described` is the link between machines, if the user described it."""
     compute: dict[int, Compute] = {}
     for count in [1] if described else sorted({1, *counts}):
@@ -153,50 +152,51 @@ def _measure(work: measured.Work, counts: Sequence[int], described: Link | None,
         exchange_seconds = 0.0 if described else links["mpi_split"].all_reduce_seconds(bytes_, 2)
         averaging_seconds = measured.averaging_seconds(work, folder / "averaging") or 0.0
         copy_seconds = max(0.0, averaging_seconds - exchange_seconds)
-    return predictions.Facts(work.batch_size, steps, bytes_, compute, links, described is not None, copy_seconds)
+    return costs.Facts(work.batch_size, steps, bytes_, compute, links, described is not None, copy_seconds)
 
 
-def _table(found: Sequence[Prediction], counts: Sequence[int]) -> str:
+def _table(predictions: Sequence[Prediction], counts: Sequence[int]) -> str:
     """A table of examples per second, with a row per strategy and a column per number of workers."""
     rates = {
-        (prediction.strategy, prediction.workers): f"{prediction.examples_per_second:,.0f}" for prediction in found
+        (prediction.strategy, prediction.workers): f"{prediction.examples_per_second:,.0f}"
+        for prediction in predictions
     }
     columns = sorted({1, *counts})
     rows = [["examples/s on", *map(str, columns)]]
-    for name in dict.fromkeys(prediction.strategy for prediction in found):
+    for name in dict.fromkeys(prediction.strategy for prediction in predictions):
         rows.append([name, *(rates.get((name, count), "") for count in columns)])
     width = max(len(row[0]) for row in rows)
     return "\n".join(row[0].ljust(width) + "".join(f"{cell:>12}" for cell in row[1:]) for row in rows)
 
 
-def _recommendation(found: Sequence[Prediction]) -> str:
+def _recommendation(predictions: Sequence[Prediction]) -> str:
     """Recommends the fastest synchronous strategy, and names an asynchronous strategy that would be faster."""
-    single = next(prediction for prediction in found if prediction.strategy == "single").examples_per_second
-    exact = next(prediction for prediction in found if not strategies.traits(prediction.strategy).asynchronous)
+    single = next(prediction for prediction in predictions if prediction.strategy == "single").examples_per_second
+    exact = next(prediction for prediction in predictions if not strategies.traits(prediction.strategy).asynchronous)
     if exact.strategy == "single":
         text = "Use `single`: more workers cost more in communication than they save."
     else:
         text = f"Use `{exact.name}`, {exact.examples_per_second / single:.2f} times as fast as `single`."
-    if found[0] is not exact:
-        ratio = found[0].examples_per_second / exact.examples_per_second
-        text += f" `{found[0].name}` would be {ratio:.2f} times as fast as that, but computes something else."
+    if predictions[0] is not exact:
+        ratio = predictions[0].examples_per_second / exact.examples_per_second
+        text += f" `{predictions[0].name}` would be {ratio:.2f} times as fast as that, but computes something else."
     return f"\n{text}"
 
 
-def _comparison(work: measured.Work, found: Sequence[Prediction], folder: Path) -> str:
+def _comparison(work: measured.Work, predictions: Sequence[Prediction], folder: Path) -> str:
     """Compares the predictions for two workers with runs that were not used for them."""
     terminal.say("Comparing with runs of two workers ...")
     limit = min(work.examples, work.steps * work.batch_size)
     train = {name: value for name, value in work.options.items() if name not in ("model", "dataset")} | {"limit": limit}
     contestants = [
-        plan.Contestant(prediction.strategy, workers=(2,)) for prediction in found if prediction.workers == 2
+        plan.Contestant(prediction.strategy, workers=(2,)) for prediction in predictions if prediction.workers == 2
     ]
     names = (str(work.options["model"]),), (str(work.options["dataset"]),)
     study = plan.Plan(
         *names, tuple(contestants), batch_sizes=(work.batch_size,), repeats=1, epochs=measured.EPOCHS, train=train
     )
     lines = ["", "Comparison with runs that were not used for the predictions:"]
-    predicted = {prediction.name: prediction.examples_per_second for prediction in found}
+    predicted = {prediction.name: prediction.examples_per_second for prediction in predictions}
     for turn in measure.turns(study, folder / "check"):
         result = measure.run(turn, study, "check", measured.MAX_RUN_SECONDS)
         (run,) = runs.load([turn.folder])

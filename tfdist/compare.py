@@ -7,18 +7,21 @@ Each run is a separate `tfdist train`, whose run folder is kept; `tfdist report`
 
 from __future__ import annotations
 
+import time
 from dataclasses import fields
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
 import click
 from rich.console import Console
+from rich.live import Live
+from rich.text import Text
 
 from tfdist import data, models, registry, report, strategies, terminal, train
 from tfdist.errors import UsageError
 from tfdist.study import measure, plan
-from tfdist.study.display import Display
+from tfdist.study.measure import Measured, Turn
 
 SECONDS_PER_RUN = 3600.0  # default time limit
 
@@ -119,6 +122,56 @@ def run(study: plan.Plan, out: Path, resume: bool, run_seconds: float) -> bool:
             results.append(measure.run(turn, study, begun, run_seconds))
             display.end(results[-1])
     return any(result.exit_code for result in results)
+
+
+class Display:
+    """The progress of a study: a line that changes on a terminal, with the expected time, and a line per finished run.
+
+    Args:
+        console: the console to print to.
+        runs: the number of all runs.
+        done: the number of runs that were made earlier.
+    """
+
+    def __init__(self, console: Console, runs: int, done: int):
+        self._console = console
+        self._runs = runs
+        self._done = done
+        self._turn: Turn | None = None
+        self._remaining: float | None = None
+        self._started = 0.0
+        self._live = Live(get_renderable=self._line, console=console, transient=True, refresh_per_second=4)
+
+    def __enter__(self) -> Display:
+        if self._console.is_terminal:
+            self._live.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._console.is_terminal:
+            self._live.stop()
+
+    def begin(self, turn: Turn, remaining_seconds: float | None) -> None:
+        """Shows that a run begins; it and the later runs are expected to take `remaining_seconds`."""
+        self._turn, self._remaining, self._started = turn, remaining_seconds, time.monotonic()
+
+    def end(self, measured: Measured) -> None:
+        """Prints the result of the current run."""
+        assert self._turn is not None
+        self._done += 1
+        failed = measured.exit_code != 0
+        result = f"failed: {terminal.cause(measured.error)}" if failed else f"{measured.wall_seconds:.1f} s"
+        self._console.print(Text(f"{self._position(self._done)} {self._turn.title}: {result}"), soft_wrap=True)
+
+    def _line(self) -> Text:
+        return Text("" if self._turn is None else f"{self._position(self._done + 1)} {self._turn.title} ...")
+
+    def _position(self, number: int) -> str:
+        """The number of a run with the remaining time, such as `[3/20, 0:05:00 left]`."""
+        if self._remaining is None:
+            return f"[{number}/{self._runs}]"
+        seconds = max(0.0, self._remaining - (time.monotonic() - self._started))
+        return f"[{number}/{self._runs}, {timedelta(seconds=round(seconds))} left]"
 
 
 command = terminal.Command(

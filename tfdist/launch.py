@@ -13,7 +13,7 @@ import click
 from tfdist import terminal
 from tfdist.errors import UsageError
 from tfdist.launcher import job
-from tfdist.launcher.elastic_options import ElasticOptions, elastic_options
+from tfdist.launcher.elastic import ElasticOptions, elastic_options
 
 _processes = terminal.options_of("Processes")
 _hosts = terminal.options_of("Hosts")

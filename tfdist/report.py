@@ -3,7 +3,8 @@
     tfdist report studies/first studies/second --out both
     tfdist report studies/first --serve
 
-The report is a self-contained page, `report.html`, and `report.md` with the chart `report.svg`.
+The report is a self-contained page, `report.html`, and `report.md` with the chart `report.svg`. With `--tensorboard`,
+TensorBoard events have the metrics by epoch, and a row per run in the HParams table.
 """
 
 from __future__ import annotations
@@ -12,13 +13,20 @@ import threading
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import click
 
 from tfdist import files, terminal
 from tfdist.errors import RunFolderError
-from tfdist.study import events, page, results, runs, serve, summary, text, verdicts
+from tfdist.study import page, results, runs, summary, verdicts
 from tfdist.study.prices import NO_PRICES, Prices
+from tfdist.study.results import Comparison
+from tfdist.study.runs import Run
+
+HYPERPARAMETERS = ("strategy", "workers", "model", "dataset", "batch_size", "seed")
+# The columns of the HParams table after the hyperparameters.
+COLUMNS = ("examples_per_second", "step_seconds", "loss", "accuracy", "val_loss", "val_accuracy")
 
 _report = terminal.options_of("The report")
 price_option = _report("--price", metavar="PRICE|FILE", help="price of this machine per hour, or a file of prices")
@@ -54,8 +62,8 @@ def command(
     """Write a report on runs: folders of `tfdist train` and `tfdist compare`, or folders that contain them."""
     html = show(folders, out, prices_of(price), tensorboard)
     if is_served:
-        with serve.serving(html, port) as server, suppress(KeyboardInterrupt):
-            click.echo(f"The report is at {serve.address(server)} until Ctrl+C.")
+        with page.serving(html, port) as server, suppress(KeyboardInterrupt):
+            click.echo(f"The report is at {page.address(server)} until Ctrl+C.")
             threading.Event().wait()
 
 
@@ -67,10 +75,10 @@ def show(folders: Sequence[Path], out: Path, prices: Prices, tensorboard: Path |
     """
     comparisons = results.of_runs(runs.load(folders), prices)
     html, picture = page.html(comparisons), page.picture(comparisons)
-    written = {"report.html": html, "report.md": text.report(comparisons, "report.svg" if picture else "")}
+    written = {"report.html": html, "report.md": summary.markdown(comparisons, "report.svg" if picture else "")}
     written |= {"report.svg": picture} if picture else {}
     if tensorboard is not None:
-        events.write(comparisons, tensorboard)
+        write_events(comparisons, tensorboard)
     try:
         out.mkdir(parents=True, exist_ok=True)
         for name, content in written.items():
@@ -86,6 +94,42 @@ def show(folders: Sequence[Path], out: Path, prices: Prices, tensorboard: Path |
             click.echo(line)
         click.echo(out / "report.html")
     return html
+
+
+def write_events(comparisons: Sequence[Comparison], folder: Path) -> None:
+    """Writes the events of all runs below `folder`, with a folder for each run."""
+    import tensorflow as tf
+    from tensorboard.plugins.hparams import api
+
+    with tf.summary.create_file_writer(str(folder)).as_default():
+        api.hparams_config(
+            hparams=[api.HParam(name) for name in HYPERPARAMETERS], metrics=[api.Metric(name) for name in COLUMNS]
+        )
+    for comparison in comparisons:
+        for row in comparison.rows:
+            for run in row.runs:
+                name = f"{run.cell.folder}-{run.round}"
+                with tf.summary.create_file_writer(str(folder / name)).as_default():
+                    api.hparams(_hyperparameters(run), trial_id=name)
+                    _write_metrics(tf, run)
+
+
+def _hyperparameters(run: Run) -> dict[str, Any]:
+    cell, case = run.cell, run.cell.case
+    values = (cell.label, cell.workers, case.model, case.dataset, case.batch_size, run.seed or 0)
+    return dict(zip(HYPERPARAMETERS, values, strict=True))
+
+
+def _write_metrics(tf: Any, run: Run) -> None:
+    for epoch in run.epochs:
+        figures = {
+            "examples_per_second": epoch.examples_per_second,
+            "step_seconds": epoch.step_seconds,
+            **epoch.metrics,
+        }
+        for name, value in figures.items():
+            if value is not None:
+                tf.summary.scalar(name, value, step=epoch.epoch)
 
 
 if __name__ == "__main__":

@@ -23,10 +23,7 @@ if TYPE_CHECKING:
 
 # The command-line options of each algorithm.
 OPTIONS = {
-    **dict.fromkeys(
-        ("average", "slowmo", "diloco", "easgd", "downpour", "aeasgd", "eamsgd"),
-        ("--sync-every",),
-    ),
+    **dict.fromkeys(("average", "slowmo", "diloco", "easgd", "downpour", "aeasgd", "eamsgd"), ("--sync-every",)),
     "ssp": ("--slack",),
     **{name: tuple(f"--{option}" for option in options) for name, options in gossip_rules.OPTIONS.items()},
 }
@@ -117,7 +114,6 @@ def _row(result: EpochResult) -> str:
 
 
 def _speeds(text: str | None, workers: int) -> tuple[float, ...]:
-    """The speed of each worker."""
     try:
         speeds = [float(speed) for speed in text.split(",")] if text is not None else [1.0]
     except ValueError:

@@ -3,6 +3,8 @@
 Nothing slow is imported until the options have been checked:
 
     parse → TrainConfig → RunFolder → (TensorFlow) strategy → data → model → fit → evaluate → record → table
+
+With several processes, the command starts itself in each of them, as a job.
 """
 
 from __future__ import annotations
@@ -10,8 +12,11 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import importlib.util
 import os
+import re
 import shlex
+import subprocess
 import sys
 import traceback
 from collections.abc import Callable, Sequence
@@ -24,13 +29,13 @@ import psutil
 
 from tfdist import data, models, registry, startup, strategies, terminal
 from tfdist.data.input import augmentation
-from tfdist.errors import EXIT_INTERRUPTED, EXIT_USAGE, TfdistError, VerificationError
+from tfdist.errors import EXIT_INTERRUPTED, EXIT_USAGE, TfdistError, UsageError, VerificationError
 from tfdist.jobs import job_environment, process_exit
 from tfdist.jobs.world import World
 from tfdist.launcher import job
-from tfdist.launcher.elastic_options import ElasticOptions, elastic_options
+from tfdist.launcher.elastic import ElasticOptions, elastic_options
 from tfdist.run import config as configs
-from tfdist.run import processes, recipes
+from tfdist.run import recipes
 
 if TYPE_CHECKING:
     from tfdist.run.config import TrainConfig
@@ -42,8 +47,8 @@ EXIT_UNEXPECTED = 1
 VERIFY_STEPS = 3  # default of `tfdist verify`
 
 
-def _names(names: list[str] | tuple[str, ...], own: str = "") -> str:
-    return ", ".join(names) + (f", or your own as module:{own}" if own else "")
+def _names(names: list[str] | tuple[str, ...], reference: str = "") -> str:
+    return ", ".join(names) + (f", or your own as module:{reference}" if reference else "")
 
 
 def _take_recipe(context: click.Context, option: click.Parameter, name: str | None) -> None:
@@ -136,7 +141,7 @@ def _last_settings(value: Any) -> Any:
         "token_normalize_func": lambda token: token.replace("_", "-"),
     },
 )
-@_data("--dataset", required=True, metavar="NAME", help=_names(data.names(), own="function"))
+@_data("--dataset", required=True, metavar="NAME", help=_names(data.names(), reference="function"))
 @_data("--data-option", multiple=True, metavar="NAME=VALUE", help="an option of the dataset; may be repeated")
 @_data("--data-dir", type=click.Path(path_type=Path), metavar="FOLDER", help="folder of the dataset's files")
 @_data("--limit", type=int, metavar="N", help="train on the first N examples only")
@@ -149,7 +154,7 @@ def _last_settings(value: Any) -> Any:
     metavar="NAME",
     help="input of training: real, cached (read once into memory), synthetic (one repeated batch)",
 )
-@_model("--model", required=True, metavar="NAME", help=_names(models.names(), own="function"))
+@_model("--model", required=True, metavar="NAME", help=_names(models.names(), reference="function"))
 @_model("--model-option", multiple=True, metavar="NAME=VALUE", help="an option of the model; may be repeated")
 @_model("--dtype-policy", default="float32", show_default=True, metavar="NAME", help=_names(configs.DTYPE_POLICIES))
 @_optimisation("--epochs", type=int, default=5, show_default=True, help="passes over the training examples")
@@ -165,7 +170,7 @@ def _last_settings(value: Any) -> Any:
 @_optimisation("--gradient-accumulation", type=int, default=1, show_default=True, help="batches per update")
 @_optimisation("--seed", type=int, default=0, show_default=True, help="seed of weights, order and random layers")
 @_optimisation("--target-accuracy", type=float, metavar="FRACTION", help="stop at this validation accuracy")
-@_strategy("--strategy", required=True, metavar="NAME", help=_names(strategies.names(), own="Class"))
+@_strategy("--strategy", required=True, metavar="NAME", help=_names(strategies.names(), reference="Class"))
 @_strategy("--strategy-option", multiple=True, metavar="NAME=VALUE", help="an option of the strategy; may be repeated")
 @_strategy("--devices", metavar="N|NAMES", help="number or names of the devices per process, such as GPU:0,GPU:1")
 @_strategy_flags
@@ -237,11 +242,124 @@ def command(
     )
     world = World.detect()
     elastic_job = ElasticOptions(elastic, min_workers, max_workers, host_discovery_script)
-    wanted = processes.Processes(workers, ps, restarts, expose, elastic_job, hostfile)
-    processes.check(config, world, wanted)
+    wanted = Processes(workers, ps, restarts, expose, elastic_job, hostfile)
+    check_processes(config, world, wanted)
     if world.world_size == 1 and wanted.several and job_environment.JOB not in os.environ:
-        return processes.launch(config, wanted, _arguments())
+        return launch(config, wanted, _arguments())
     return run(config, world)
+
+
+@dataclasses.dataclass(frozen=True)
+class Processes:
+    """The processes that the command should start, according to its options.
+
+    Attributes:
+        workers: number of workers; `None` if not set.
+        ps: number of parameter servers; `None` if not set.
+        restarts: number of times that the job is restarted after a failure.
+        expose: do not isolate the job's network.
+        elastic_job: the options of an elastic job.
+        hostfile: the hosts of an elastic job.
+    """
+
+    workers: int | None
+    ps: int | None
+    restarts: int
+    expose: bool
+    elastic_job: ElasticOptions
+    hostfile: Path | None
+
+    @property
+    def several(self) -> bool:
+        """Whether the command starts processes."""
+        return self.elastic_job.elastic or self.workers is not None or self.ps is not None
+
+
+def check_processes(config: TrainConfig, world: World, wanted: Processes) -> None:
+    """Raises `UsageError` if the requested processes do not fit the strategy or the job that `world` describes."""
+    for option, role, trait, count in (
+        ("--workers", "worker", "processes", wanted.workers),
+        ("--ps", "ps", "servers", wanted.ps),
+    ):
+        if count is not None and not getattr(config.traits, trait):
+            raise UsageError(
+                f"`{option}` is {count}, but `{config.strategy}` does not take it",
+                f"set `TRAITS = Traits({trait}=True)` in its module, as docs/strategies.md shows"
+                if ":" in config.strategy
+                else "use `--devices`, or one of the strategies " + ", ".join(strategies.having(trait)),
+            )
+        described = len(world.tasks_of(role)) if world.tasks else world.world_size
+        if count is not None and world.world_size > 1 and count != described:
+            raise UsageError(
+                f"`{option}` is {count}, but {world.source} has {described}",
+                f"leave `{option}` out, because {world.source} already describes the job",
+            )
+    if world.world_size > 1 and not config.traits.processes:
+        raise UsageError(
+            f"{world.source} describes {world.world_size} processes, but `{config.strategy}` trains in one",
+            "unset it, or use one of the strategies " + ", ".join(strategies.having("processes")),
+        )
+    _check_elastic(config, wanted)
+
+
+def _check_elastic(config: TrainConfig, wanted: Processes) -> None:
+    if wanted.elastic_job.elastic and not config.traits.elastic:
+        raise UsageError(
+            f"`--elastic` is set, but the number of workers of `{config.strategy}` is fixed",
+            "use one of the strategies " + ", ".join(strategies.having("elastic")),
+        )
+    if wanted.elastic_job.elastic and (wanted.workers is not None or wanted.ps is not None):
+        option = "--ps" if wanted.workers is None else "--workers"
+        raise UsageError(
+            f"`{option}` and `--elastic` are both set", "use `--min-workers` and `--max-workers` with `--elastic`"
+        )
+    if wanted.hostfile and not wanted.elastic_job.elastic:
+        raise UsageError("`--hostfile` is set, but the job is not elastic", "start it with `python -m tfdist.launch`")
+
+
+def launch(config: TrainConfig, wanted: Processes, arguments: Sequence[str]) -> int:
+    """Starts the command with the same `arguments` in several processes, and returns the exit code."""
+    from tfdist.launcher import elastic
+    from tfdist.launcher import run as launcher
+
+    _require_package(config)
+    members = wanted.elastic_job.members(wanted.hostfile) if wanted.elastic_job.elastic else None
+    name = job.new_name()
+    run_dir = config.run_dir or new_run_dir(config, name)
+    started = job.Job(
+        command=("-m", "tfdist.train", *arguments, *(() if config.run_dir else ("--run-dir", str(run_dir)))),
+        workers=2 if wanted.workers is None else wanted.workers,
+        ps=int(config.traits.servers) if wanted.ps is None else wanted.ps,
+        mpi=config.traits.mpi,
+        restarts=wanted.restarts,
+        expose=wanted.expose,
+        log_dir=run_dir / "output",
+        verbose=config.verbose,
+        name=name,
+    )
+    # The dataset is downloaded first, because the job's isolated network may have no access to the internet.
+    options = [f"{name}={value!r}" for name, value in config.load_options.items()]
+    fetch = [sys.executable, "-m", "tfdist.data.tools.fetch", config.dataset, str(config.data_dir or ""), *options]
+    exit_code = subprocess.run(fetch, check=False).returncode
+    if exit_code:
+        return exit_code
+    return launcher.run(started) if members is None else elastic.run(started, members)
+
+
+def _require_package(config: TrainConfig) -> None:
+    """Raises `UsageError` once if the strategy's package is missing, instead of one error per process."""
+    package = config.traits.package
+    if package is not None and importlib.util.find_spec(package) is None:
+        raise UsageError(
+            f"The strategy `{config.strategy}` needs the package `{package}`, which is not installed",
+            "run `make horovod`, which installs MPI, mpi4py and Horovod",
+        )
+
+
+def new_run_dir(config: TrainConfig, job_name: str) -> Path:
+    """The default folder of a run."""
+    names = [re.sub(r"[:/\\]", ".", name) for name in (config.model, config.dataset, config.strategy)]
+    return Path("runs") / "-".join([*names, job_name])
 
 
 def run(config: TrainConfig, world: World) -> int:
@@ -252,9 +370,7 @@ def run(config: TrainConfig, world: World) -> int:
     """
     from tfdist.run.folder import RunFolder
 
-    run_dir = config.run_dir or processes.new_run_dir(
-        config, os.environ.get(job_environment.JOB) or job.new_name(world)
-    )
+    run_dir = config.run_dir or new_run_dir(config, os.environ.get(job_environment.JOB) or job.new_name(world))
     if os.environ.get(job_environment.RESTART, "0") != "0" and run_dir.exists():
         config = dataclasses.replace(config, run_dir=run_dir, resume=True)
     if not world.is_chief:

@@ -1,4 +1,4 @@
-"""Predicts throughput from short measurements: `measured` measures, `costs` has the model, `predictions` applies it.
+"""Predicts throughput from short measurements: `measured` measures, and `costs` is the cost model.
 
 `tfdist.advise` is the command.
 """

@@ -16,9 +16,8 @@ from pathlib import Path
 
 from tfdist import terminal
 from tfdist.advisor.costs import Compute, Link
-from tfdist.doctor import links
+from tfdist.doctor import child, links
 from tfdist.errors import UsageError
-from tfdist.launcher import limited
 from tfdist.run.folder import load_record
 from tfdist.run.schema import RunRecord
 from tfdist.study.measure import OUTPUT, start_training
@@ -85,9 +84,9 @@ def averaging_seconds(work: Work, folder: Path) -> float | None:
     options = {**work.options, "strategy": "mpi_split", "workers": 2, "batch_size": work.batch_size}
     process = _start({**options, "limit": 2 * work.batch_size, "epochs": EPOCHS}, folder, work.cores)
     try:
-        code = limited.wait(process, MAX_RUN_SECONDS)
+        code = child.wait(process, MAX_RUN_SECONDS)
     finally:
-        limited.kill(process)
+        child.kill(process)
     if code != 0:
         return None
     # Without the first epoch, which traces the graphs.
@@ -106,10 +105,10 @@ def run_side_by_side(work: Work, batch_size: int, processes: int, folder: Path) 
     options = {**work.options, "strategy": "single", "batch_size": batch_size, "limit": limit, "epochs": EPOCHS}
     children = [_start(options, run, work.cores[rank::processes]) for rank, run in enumerate(folders)]
     try:
-        codes = [limited.wait(child, MAX_RUN_SECONDS) for child in children]
+        codes = [child.wait(process, MAX_RUN_SECONDS) for process in children]
     finally:
-        for child in children:
-            limited.kill(child)
+        for process in children:
+            child.kill(process)
     for run, code in zip(folders, codes, strict=True):
         if code != 0:
             output = (run / OUTPUT).read_text(encoding="utf-8", errors="replace")

@@ -40,7 +40,8 @@ class DataParallel(JobStrategy):
     """Trains on all processes of a job, with the result of one device.
 
     Args:
-        compression: the dtype in which gradients are sent: "none" is their own, "bf16" and "fp16" take half the bytes.
+        compression: the dtype in which gradients are sent: "none" is their own, "bf16" and "fp16" take half the bytes;
+            `multiworker` does not have "fp16".
         buffer_bytes: gradients below this size are sent together, in buffers of this size; `None` is 1 MiB, or with
             more than eight processes 128 KiB per process, since rings send each process's part of a buffer separately.
         dense_below_bytes: sparse gradients of tables below this size are sent as dense tensors; not for adaptive

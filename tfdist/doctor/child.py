@@ -1,11 +1,13 @@
 """Child processes with a time limit, for what may crash or block: native libraries, other programs, jobs.
 
-A child leads a process group, which is killed as a whole at its time limit. It does not inherit the variables that
-describe the job of this process; otherwise MPI would take it for a member of that job.
+A child leads a process group, which is killed as a whole when the child ends or reaches its time limit. One that `run`
+starts does not inherit the variables that describe the job of this process; otherwise MPI would take it for a member of
+that job.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import signal
@@ -16,8 +18,8 @@ from typing import IO
 
 from tfdist.jobs import job_environment
 from tfdist.jobs.world import PMI, VARIABLES_OF_RANKS
-from tfdist.launcher import limited
 
+SECONDS_TO_END = 5.0
 # Names, or prefixes of names, of the variables with which launchers describe a job to its processes. The user's own
 # settings, such as OMPI_MCA_btl and HOROVOD_GLOO_IFACE, are not among them.
 JOB_VARIABLES = (
@@ -92,8 +94,36 @@ def run(command: Sequence[str], seconds: float, extra: Mapping[str, str] | None 
             )
         except OSError as error:
             return Result(None, reason=f"cannot be started: {error.strerror}")
-        code = limited.wait(child, seconds)
+        code = wait(child, seconds)
         return Result(code, _read(out), _read(err), f"did not finish within {seconds:g} s")
+
+
+def wait(child: subprocess.Popen[bytes], seconds: float) -> int | None:
+    """Waits for a child to end, terminates it after `seconds`, and always kills the rest of its process group.
+
+    Args:
+        child: started with `start_new_session=True`.
+        seconds: the time limit.
+
+    Returns:
+        The exit code of the child; `None` if it was terminated.
+    """
+    try:
+        return child.wait(seconds)
+    except subprocess.TimeoutExpired:
+        child.terminate()  # so that a launcher can end its processes
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            child.wait(SECONDS_TO_END)
+        return None
+    finally:
+        kill(child)
+
+
+def kill(child: subprocess.Popen[bytes]) -> None:
+    """Kills a child and its process group, if they still run."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(child.pid, signal.SIGKILL)
+    child.wait()
 
 
 def _memory_file() -> IO[bytes]:

@@ -1,19 +1,29 @@
-"""Checks that TensorFlow, MPI and Horovod load, once each, in a child process and as the strategies load them."""
+"""Checks that TensorFlow, MPI and Horovod load, once each, in a child process and as the strategies load them.
+
+`python -m tfdist.doctor.engines ENGINE` is the child process: it loads TensorFlow, mpi4py, Horovod or NCCL, and prints
+facts as JSON. For an error of tfdist, it prints the sentence and the hint.
+"""
 
 from __future__ import annotations
 
+import ctypes
 import functools
+import importlib
 import json
+import os
 import shutil
 import sys
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
+from tfdist import startup
 from tfdist.doctor import child
 from tfdist.doctor.finding import Finding, note, ok, problem
 from tfdist.doctor.packages import installed, requirement
+from tfdist.errors import TfdistError
 
 SECONDS_TO_LOAD = 90.0
 SECONDS_TO_ANSWER = 10.0
@@ -25,6 +35,8 @@ INSTALL_HOROVOD = "make horovod"
 # The names in the output of `mpirun --version` and of MPI itself.
 LIBRARIES = ("Open MPI", "MPICH", "Intel(R) MPI", "MVAPICH")
 MPICH_LAUNCHERS = ("HYDRA", "MPICH")
+# For each package, the module whose version may differ from that of the installed package.
+MODULES = {"tensorflow": "tensorflow", "keras": "keras", "numpy": "numpy", "protobuf": "google.protobuf"}
 
 
 @dataclass(frozen=True)
@@ -32,7 +44,7 @@ class LoadResult:
     """The result of loading an engine.
 
     Attributes:
-        facts: the facts that `tfdist.doctor.loading` reports; empty if the engine does not load.
+        facts: the facts that the child process reports; empty if the engine does not load.
         error: why the engine does not load, as a sentence; empty if it does.
         hint: what to do if it does not load.
         installed: whether its package is installed.
@@ -59,7 +71,7 @@ def load(engine: str, seconds: float = SECONDS_TO_LOAD) -> LoadResult:
             error=f"{engine} was not tried, because TensorFlow does not load", hint=load("tensorflow").hint
         )
     # Without this variable TensorFlow would reserve all GPU memory, which other programs may need.
-    result = child.run([sys.executable, "-m", "tfdist.doctor.loading", engine], seconds, {GROWTH: "true"})
+    result = child.run([sys.executable, "-m", "tfdist.doctor.engines", engine], seconds, {GROWTH: "true"})
     if not result.succeeded:
         detail = f": {result.last_line()}" if result.last_line() else ""
         error = f"The process that loads {engine} {result.description()}{detail}"
@@ -181,3 +193,69 @@ def horovod_findings(result: LoadResult) -> list[Finding]:
     if missing:
         return [note("Horovod", f"{sentence}, but without {missing[0]}", INSTALL_HOROVOD)]
     return [ok("Horovod", sentence)]
+
+
+def _tensorflow_facts() -> dict[str, Any]:
+    """Versions and files of the modules, and the devices that TensorFlow sees."""
+    startup.require_tensorflow_backend()
+    import tensorflow as tf
+
+    tf.constant(1.0).numpy()  # starts the runtime, which detects the devices
+    gpus = tf.config.list_physical_devices("GPU")
+    return {
+        "modules": {package: _module(name) for package, name in MODULES.items()},
+        "built_with_cuda": tf.test.is_built_with_cuda(),
+        "cuda": tf.sysconfig.get_build_info().get("cuda_version", ""),
+        "gpus": [tf.config.experimental.get_device_details(gpu).get("device_name", gpu.name) for gpu in gpus],
+    }
+
+
+def _mpi4py_facts() -> dict[str, Any]:
+    """The MPI library that mpi4py is linked with."""
+    from tfdist.groups import mpi
+
+    return {"library": mpi.load().Get_library_version().partition(",")[0].partition("\n")[0].strip("\0 ")}
+
+
+def _horovod_facts() -> dict[str, Any]:
+    """The transports with which Horovod was built."""
+    from tfdist.groups import horovod as engine
+
+    hvd = engine.load()
+    built = {"MPI": hvd.mpi_built(), "Gloo": hvd.gloo_built(), "NCCL": hvd.nccl_built()}
+    return {"built_with": [name for name, included in built.items() if included]}
+
+
+def _nccl_facts() -> dict[str, Any]:
+    """The version of NCCL, from the package of TensorFlow's CUDA libraries if it is installed, else from the system."""
+    try:
+        folders = [Path(folder) for folder in importlib.import_module("nvidia.nccl").__path__]
+    except ImportError:
+        folders = []
+    candidates = [str(folder / "lib" / "libnccl.so.2") for folder in folders]
+    library = next((path for path in candidates if os.path.exists(path)), "libnccl.so.2")
+    version = ctypes.c_int()
+    ctypes.CDLL(library).ncclGetVersion(ctypes.byref(version))
+    return {"version": f"{version.value // 10000}.{version.value // 100 % 100}.{version.value % 100}"}
+
+
+def _module(name: str) -> dict[str, str]:
+    module = importlib.import_module(name)
+    return {"version": str(getattr(module, "__version__", "")), "file": str(module.__file__ or "")}
+
+
+LOADERS = {"tensorflow": _tensorflow_facts, "mpi4py": _mpi4py_facts, "horovod": _horovod_facts, "nccl": _nccl_facts}
+
+
+def main(engine: str) -> None:
+    """Prints the facts as one line of JSON, after whatever the libraries print."""
+    try:
+        facts = LOADERS[engine]()
+    except TfdistError as error:
+        facts = {"error": error.sentence, "hint": error.hint}
+    print(f"\n{json.dumps(facts)}", flush=True)
+    os._exit(0)  # an engine that has loaded may still crash or block at exit
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

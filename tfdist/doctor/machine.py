@@ -57,17 +57,17 @@ class Limits:
     memory_bytes: int | None = None
 
 
-def limits_of_cgroup(root: Path = CGROUPS, own: Path = CGROUP_OF_PROCESS) -> Limits:
+def limits_of_cgroup(root: Path = CGROUPS, names: Path = CGROUP_OF_PROCESS) -> Limits:
     """The tightest limits among the cgroup of this process and its parents.
 
     Args:
         root: the mount point of cgroups; version 2, or the folders `cpu` and `memory` of version 1.
-        own: the file that names the cgroup of this process.
+        names: the file that names the cgroup of this process.
 
     Source: the Linux documentation, admin-guide/cgroup-v2.rst and scheduler/sched-bwc.rst.
     """
     cpus, memory = [], []
-    for folder in _folders(root, own):
+    for folder in _folders(root, names):
         words = (_read(folder / "cpu.max") or "").split()
         quota = [words[0], words[1]] if len(words) == 2 else []
         quota = quota or [_read(folder / "cpu.cfs_quota_us") or "", _read(folder / "cpu.cfs_period_us") or ""]
@@ -80,9 +80,9 @@ def limits_of_cgroup(root: Path = CGROUPS, own: Path = CGROUP_OF_PROCESS) -> Lim
     return Limits(min(cpus, default=None), min(memory, default=None))
 
 
-def _folders(root: Path, own: Path) -> Iterator[Path]:
+def _folders(root: Path, names: Path) -> Iterator[Path]:
     """The folders of the cgroups of this process and of their parents."""
-    for line in (_read(own) or "0::/").splitlines():
+    for line in (_read(names) or "0::/").splitlines():
         _, controllers, name = [*line.split(":", 2), "", ""][:3]
         for controller in controllers.split(",") if controllers else [""]:
             top = root / controller

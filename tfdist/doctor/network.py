@@ -149,8 +149,8 @@ def own_addresses() -> set[str]:
 
 def is_here(host: str, addresses: Collection[str]) -> bool:
     """Whether `host`, which resolves to `addresses`, is this machine."""
-    own = own_addresses()
-    return means_itself(host) or any(address in own or address.startswith("127.") for address in addresses)
+    here = own_addresses()
+    return means_itself(host) or any(address in here or address.startswith("127.") for address in addresses)
 
 
 def look_up(hosts: Iterable[str]) -> dict[str, list[str] | None]:

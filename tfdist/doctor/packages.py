@@ -121,7 +121,5 @@ def _settings() -> Iterator[Finding]:
         )
     if os.environ.get("PROTOCOL_BUFFERS_PYTHON_IMPLEMENTATION", "").lower() == "python":
         yield note(
-            SUBJECT,
-            "`PROTOCOL_BUFFERS_PYTHON_IMPLEMENTATION` is `python`, which makes protobuf slow",
-            "unset it",
+            SUBJECT, "`PROTOCOL_BUFFERS_PYTHON_IMPLEMENTATION` is `python`, which makes protobuf slow", "unset it"
         )

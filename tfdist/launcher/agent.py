@@ -1,8 +1,19 @@
 """The agent of a host: starts and supervises the host's processes: `python -m tfdist.launcher.agent PORT...`.
 
-The launcher starts one agent on each host, over ssh on other machines; `protocol` describes their messages. PORT is the
-port to reserve for a process, or 0 for any free port. Everything runs in one thread, because a process with threads
-must not fork with a `preexec_fn`.
+The launcher starts one agent on each host, over ssh on other machines. PORT is the port to reserve for a process, or 0
+for any free port. Everything runs in one thread, because a process with threads must not fork with a `preexec_fn`.
+
+The launcher and the agent exchange messages over the agent's standard input and output:
+
+    agent     →  {"ports": [34567, ...]}            the port that it has reserved for each process of its host
+    launcher  →  {"job": {...}, "start": [0, 1]}    the job, once all addresses are known, and which processes to start
+    agent     →  frames                             output and exit codes, each with the number of a process of the host
+    launcher  →  {"signal": 15}                     a signal for all processes, or for those listed in `processes`
+    launcher  →  end of input                       end all processes: SIGTERM, then SIGKILL
+
+The launcher's messages and the agent's first message are lines of JSON. Instead of ports, the agent's first message may
+be {"refused": [sentence, hint]}. The input also ends when the launcher dies or the connection breaks, so no process is
+left behind.
 """
 
 from __future__ import annotations
@@ -14,6 +25,7 @@ import json
 import os
 import pty
 import signal
+import struct
 import subprocess
 import sys
 import tempfile
@@ -25,7 +37,7 @@ import psutil
 
 from tfdist.errors import UsageError
 from tfdist.jobs import job_environment, ports
-from tfdist.launcher import protocol, resources
+from tfdist.launcher import resources
 
 SECONDS_TO_END = 4.0
 # How long to read from a process that has ended: a descendant may keep its streams open.
@@ -38,8 +50,34 @@ TERMINAL, SEPARATE, MERGED = "terminal", "separate", "merged"
 FILES_PER_PROCESS = 3
 MAX_BUFFERED_BYTES = 1 << 20
 CHUNK_BYTES = 1 << 16
+# The kinds of frames. EXIT carries the exit code as text, and is the last frame about a process.
+OUT, ERR, EXIT = range(3)
+_HEADER = struct.Struct("!BII")  # kind, number of the process, bytes of content
 _INPUT, _OUTPUT = 0, 1
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
+
+
+def frame(kind: int, number: int, content: bytes) -> bytes:
+    """Encodes a message from the agent about process `number` of its host."""
+    return _HEADER.pack(kind, number, len(content)) + content
+
+
+async def read_frame(reader: asyncio.StreamReader) -> tuple[int, int, bytes] | None:
+    """Returns kind, process number and content of the next frame; `None` at the end of the connection."""
+    try:
+        kind, number, size = _HEADER.unpack(await reader.readexactly(_HEADER.size))
+        return kind, number, await reader.readexactly(size)
+    except (asyncio.IncompleteReadError, ConnectionError):
+        return None
+
+
+def first_message(line: bytes) -> dict[str, Any] | None:
+    """Decodes the agent's first message; `None` for any other line, such as the host's login message."""
+    try:
+        message = json.loads(line)
+    except ValueError:
+        return None
+    return message if isinstance(message, dict) and {"ports", "refused"} & message.keys() else None
 
 
 @dataclass(eq=False)
@@ -182,15 +220,15 @@ class Agent:
         except OSError as error:
             if master is not None:
                 os.close(master)
-            self._send(protocol.OUT, number, f"error: The process cannot be started: {error.strerror}\n".encode())
-            self._send(protocol.EXIT, number, str(CANNOT_START).encode())
+            self._send(OUT, number, f"error: The process cannot be started: {error.strerror}\n".encode())
+            self._send(EXIT, number, str(CANNOT_START).encode())
             return
         finally:
             if master is not None:
                 os.close(slave)
         child = self._children[number] = self._running[process.pid] = Child(number, process)
         out = process.stdout if master is None else os.fdopen(master, "rb", 0)
-        for stream, kind in ((out, protocol.OUT), (process.stderr, protocol.ERR)):
+        for stream, kind in ((out, OUT), (process.stderr, ERR)):
             if stream is not None:
                 child.streams.add(stream.fileno())
                 self._streams[stream.fileno()] = stream, kind, child
@@ -218,7 +256,7 @@ class Agent:
         return self._file.name
 
     def _send(self, kind: int, number: int, content: bytes) -> None:
-        self.outgoing.put(protocol.frame(kind, number, content))
+        self.outgoing.put(frame(kind, number, content))
         if self.outgoing.is_full and not self._paused:
             self._paused = True
             for descriptor in self._streams:
@@ -281,7 +319,7 @@ class Agent:
             return
         child.reported = True
         code = child.code if child.code >= 0 else 128 - child.code
-        self._send(protocol.EXIT, child.number, str(code).encode())
+        self._send(EXIT, child.number, str(code).encode())
         self._finish_if_ended()
 
     def _close_and_report(self, child: Child) -> None:

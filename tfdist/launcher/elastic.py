@@ -1,8 +1,11 @@
-"""Runs an elastic job, which starts again from its last checkpoint when its hosts change or a worker is lost."""
+"""Elastic jobs, which start again from their last checkpoint when their hosts change or a worker is lost.
+
+Their options are those of `tfdist.train` and `tfdist.launch`.
+"""
 
 from __future__ import annotations
 
-import asyncio
+import functools
 import itertools
 import os
 import socket
@@ -10,17 +13,86 @@ import subprocess
 import time
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
+import click
+
+from tfdist import terminal
 from tfdist.errors import EXIT_RESHAPED, ClusterError, UsageError
 from tfdist.jobs.tf_config import means_itself
 from tfdist.launcher import job
-from tfdist.launcher import run as launcher
 from tfdist.launcher.job import Job
-from tfdist.launcher.output import Screen
+
+if TYPE_CHECKING:
+    from tfdist.launcher.output import Screen
+
+SECONDS_BETWEEN_POLLS = 1.0  # of the list of hosts
 
 Hosts = tuple[str, ...]  # the host of each worker
+
+_option = terminal.options_of("Processes")
+OPTIONS = (
+    _option("--elastic", is_flag=True, help="continue with other workers when hosts leave or join"),
+    _option("--min-workers", type=int, metavar="N", help="smallest number of workers of an elastic job; 1 by default"),
+    _option("--max-workers", type=int, metavar="N", help="largest number of workers of an elastic job"),
+    _option(
+        "--host-discovery-script",
+        type=click.Path(path_type=Path),
+        metavar="PROGRAM",
+        help="program that prints the hosts of an elastic job, one line `host:slots` each",
+    ),
+)
+
+
+def elastic_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Adds the options to a command."""
+    for option in reversed(OPTIONS):
+        command = option(command)
+    return command
+
+
+@dataclass(frozen=True)
+class ElasticOptions:
+    """The values of the options.
+
+    Raises:
+        UsageError: another option is set without `--elastic`.
+    """
+
+    elastic: bool = False
+    min_workers: int | None = None
+    max_workers: int | None = None
+    host_discovery_script: Path | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("min_workers", "max_workers", "host_discovery_script"):
+            if getattr(self, name) is not None and not self.elastic:
+                option = "--" + name.replace("_", "-")
+                raise UsageError(f"`{option}` is set, but the job is not elastic", "add `--elastic`, or leave it out")
+
+    def members(self, hostfile: Path | None, hosts: tuple[str, ...] = (), workers_here: int = 2) -> Members:
+        """Returns the hosts from the discovery script or the host file; without these, `hosts`, or this machine.
+
+        Args:
+            hostfile: see `tfdist.launcher.job.read_hostfile`.
+            hosts: the host of each worker.
+            workers_here: the number of workers on this machine, unless `--max-workers` is set.
+
+        Raises:
+            UsageError: both the script and a host file are set, a list cannot be read, or a number is out of range.
+        """
+        minimum = 1 if self.min_workers is None else self.min_workers
+        script = self.host_discovery_script
+        if hostfile and script:
+            raise UsageError("`--hostfile` and `--host-discovery-script` are both set", "use one of them")
+        if hostfile:
+            return Members(functools.partial(job.read_hostfile, hostfile), minimum, self.max_workers)
+        if script:
+            return Members(functools.partial(discovered_hosts, script), minimum, self.max_workers)
+        fixed = hosts or ("localhost",) * max(workers_here if self.max_workers is None else self.max_workers, minimum)
+        return Members(lambda: fixed, minimum, self.max_workers)
 
 
 class Members:
@@ -83,7 +155,7 @@ class Members:
                     f"There are slots for {len(hosts)} workers, and the job needs {self.minimum}: waited {seconds:g} s",
                     "add hosts to the list, or lower `--min-workers`; a lost slot stays empty until its host changes",
                 )
-            time.sleep(launcher.SECONDS_BETWEEN_POLLS)
+            time.sleep(SECONDS_BETWEEN_POLLS)
         return hosts
 
 
@@ -109,6 +181,9 @@ def run(wanted: Job, members: Members) -> int:
         ClusterError: there are too few hosts.
         UsageError: the logs cannot be written.
     """
+    from tfdist.launcher import run as launcher  # here, since each process of a job imports this module
+    from tfdist.launcher.output import Screen
+
     # Later hosts, and the list, may be on other machines, so the job cannot be isolated in a network namespace.
     wanted = replace(wanted, expose=True)
     with Screen(wanted.log_dir) as screen:
@@ -122,6 +197,10 @@ def run(wanted: Job, members: Members) -> int:
 
 def _run_on(hosts: Hosts, wanted: Job, restart: int, members: Members, screen: Screen) -> int:
     """Runs the job until it ends, its hosts change, or a worker fails; returns its exit code."""
+    import asyncio
+
+    from tfdist.launcher import run as launcher
+
     counts = ", ".join(f"{host}:{count}" for host, count in Counter(hosts).items())
     screen.console.print(f"Starting with {len(hosts)} workers: {counts}", highlight=False)
     is_local = all(_is_this_machine(host) for host in hosts)

@@ -317,7 +317,6 @@ def _refuse_hosts(job: Job, target: str, hint: str) -> None:
 
 
 def _kubernetes_name(job_name: str, size: int) -> str:
-    """Returns the name of the job's objects in Kubernetes."""
     name = KUBERNETES_PREFIX + job_name
     longest = MAX_LABEL_LENGTH - len(f"-{size - 1}")
     if not re.fullmatch("[a-z0-9-]*[a-z0-9]", name) or len(name) > longest:

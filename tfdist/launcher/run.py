@@ -18,7 +18,9 @@ import signal
 import socket
 import struct
 import sys
+from asyncio.subprocess import PIPE
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +30,6 @@ from rich.text import Text
 from tfdist.errors import EXIT_CLUSTER, EXIT_INTERRUPTED, EXIT_RESHAPED, EXIT_USAGE, ClusterError, UsageError
 from tfdist.jobs import elastic, job_environment, ports
 from tfdist.launcher import agent, resources
-from tfdist.launcher.host import FILES_PER_HOST, Host
 from tfdist.launcher.job import Job
 from tfdist.launcher.output import Output, Screen
 from tfdist.launcher.process import Process, Stream
@@ -42,101 +43,19 @@ SECONDS_FOR_CAUSE = 5.0
 # With parameter servers, a job continues without a failed worker, which is started again up to this many starts.
 MAX_WORKER_STARTS = 4
 SECONDS_BETWEEN_POLLS = 1.0
+# The streams of an agent, and a descriptor of asyncio's.
+FILES_PER_HOST = 4
+SECONDS_FOR_LAST_OUTPUT = 1.0
+CONNECTION_LOST = 255  # the exit code of ssh in this case
+MAX_LISTED_PORTS = 8
+MAX_LINE_BYTES = 1 << 20
 FORWARDED_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 # The exit codes after which a job is not started again.
 FINAL_CODES = (0, EXIT_USAGE, EXIT_INTERRUPTED, 128 + signal.SIGTERM, 128 + signal.SIGHUP)
-
-
-def has_terminal(process: Process) -> bool:
-    """Whether the process writes to a terminal, which it needs to show a moving progress bar."""
-    return process.rank == 0 and sys.stdout is not None and sys.stdout.isatty()
-
-
-def job_of_host(
-    job: Job, processes: Sequence[Process], cluster: str | None, environment: Mapping[str, str]
-) -> dict[str, Any]:
-    """Returns the part of a job that one host runs, as its agent expects it.
-
-    Args:
-        job: the job.
-        processes: the processes of this host, by their number on the host.
-        cluster: the addresses of all processes by role, as JSON; `None` if the processes need no addresses.
-        environment: the variables of all processes.
-    """
-    training = [process for process in processes if process.role == "worker"]
-    shares = {process: [number, len(training)] for number, process in enumerate(training)}
-    return {
-        "argv": job.argv(),
-        "cwd": os.getcwd(),
-        "environment": dict(environment),
-        "cluster": cluster,
-        "size": len(job.roles),
-        "processes": [
-            {
-                "role": process.role,
-                "index": process.index,
-                "share": shares.get(process),
-                "output": agent.TERMINAL if has_terminal(process) else agent.MERGED if process.rank else agent.SEPARATE,
-            }
-            for process in processes
-        ],
-    }
-
-
-def environment_of(job: Job, restart: int, is_elastic: bool, isolated: bool) -> dict[str, str]:
-    """Returns the environment variables that all processes of a job get.
-
-    Args:
-        job: the job.
-        restart: how often the job was started before.
-        is_elastic: whether its hosts may change.
-        isolated: whether it runs in a network namespace.
-    """
-    variables = {
-        ports.SHARE: "1",
-        "PYTHONUNBUFFERED": "1",
-        job_environment.JOB: job.name,
-        job_environment.TYPED: shlex.join(sys.orig_argv),
-        job_environment.RESTART: str(restart),
-        job_environment.START_SECONDS: f"{job.start_seconds:g}",
-        job_environment.END_SECONDS: f"{SECONDS_TO_END_OF_MPIRUN if job.mpi else agent.SECONDS_TO_END:g}",
-    }
-    if job.mpi:  # the launcher starts only `mpirun`, so each process has to take its share of the cores itself
-        variables[job_environment.SHARE_CORES] = "1"
-    if is_elastic:
-        variables[job_environment.ELASTIC] = "1"
-    if isolated:
-        variables[job_environment.OWN_NETWORK] = "1"
-    return variables
-
-
 _CLONE_NEWUSER, _CLONE_NEWNET = 0x10000000, 0x40000000
 _SIOCSIFFLAGS = 0x8914
 _IFF_UP = 1
-
-
-def isolate() -> bool:
-    """Moves this process, and the processes that it starts later, into a new network namespace.
-
-    Returns:
-        Whether the system allowed it. If not, nothing has changed.
-    """
-    user, group = os.geteuid(), os.getegid()
-    if not _unshare(_CLONE_NEWNET):
-        if not _unshare(_CLONE_NEWUSER | _CLONE_NEWNET):
-            return False
-        # The user and the group stay the same in the namespace.
-        Path("/proc/self/setgroups").write_text("deny")
-        Path("/proc/self/uid_map").write_text(f"{user} {user} 1")
-        Path("/proc/self/gid_map").write_text(f"{group} {group} 1")
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
-        fcntl.ioctl(any_socket, _SIOCSIFFLAGS, struct.pack("16sh14x", b"lo", _IFF_UP))
-    return True
-
-
-def _unshare(flags: int) -> bool:
-    return ctypes.CDLL(None, use_errno=True).unshare(flags) == 0
 
 
 def run(wanted: Job) -> int:
@@ -376,3 +295,241 @@ class Attempt:
         self.console.print(f"All output: {self.job.log_dir}", highlight=False)
         assert first.returncode
         return first.returncode
+
+
+@dataclass(eq=False)
+class Host:
+    """A host of a job: the agent on it, the connection to the agent, and its processes with their streams.
+
+    Attributes:
+        name: the name of the host; `None` for this machine.
+        processes: the host's processes, by their number on the host.
+        streams: the output and the error stream of each process.
+        ended: called with each process that has ended.
+        job: the job as sent to the agent.
+        is_connected: whether the agent is running and reachable.
+    """
+
+    name: str | None
+    processes: list[Process]
+    streams: list[tuple[Stream, Stream]]
+    ended: Callable[[Process], None]
+    job: dict[str, Any] = field(default_factory=dict, init=False)
+    is_connected: bool = field(default=False, init=False)
+    _agent: asyncio.subprocess.Process | None = field(default=None, init=False)
+    _listening: asyncio.Task[None] | None = field(default=None, init=False)
+
+    async def open(self, ssh: Sequence[str]) -> None:
+        """Starts the agent; if the host has a name, with the command `ssh`."""
+        command = [sys.executable, "-m", agent.__name__, *(str(process.port) for process in self.processes)]
+        if self.name is not None:
+            remote = f"cd {shlex.quote(os.getcwd())} && exec {shlex.join(command)}"
+            command = [*ssh, "--", self.name.strip("[]"), remote]
+        self._agent = await asyncio.create_subprocess_exec(
+            *command,
+            stdin=PIPE,
+            stdout=PIPE,
+            stderr=PIPE,
+            limit=MAX_LINE_BYTES,
+            start_new_session=True,  # Ctrl-C goes to the launcher, which forwards it
+        )
+
+    async def connect(self, seconds: float, deadline: float) -> None:
+        """Waits for the agent's first message, which has the ports of the processes.
+
+        Args:
+            seconds: the time limit, for the error message.
+            deadline: when the limit ends, in the time of the event loop.
+
+        Raises:
+            ClusterError: the agent did not start.
+            UsageError: the host cannot run as many processes.
+        """
+        assert self._agent is not None and self._agent.stdout is not None and self._agent.stderr is not None
+        output, message, in_time = b"", None, False
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout_at(deadline):
+                # Over ssh, the host may print a login message first.
+                while message is None and (line := await self._agent.stdout.readline()):
+                    message = agent.first_message(line)
+                    output += b"" if message else line
+                in_time = True
+        await self.processes[0].keep(output)
+        if message is None:
+            output += await _remaining(self._agent.stderr)
+            raise self._did_not_start(output, "" if in_time else f" in {seconds:g} s")
+        if "refused" in message:
+            raise UsageError(*message["refused"])
+        for process, port in zip(self.processes, message["ports"], strict=True):
+            process.port = port
+        self.is_connected = True
+        self._listening = asyncio.create_task(self._listen())
+
+    def _did_not_start(self, output: bytes, within: str) -> ClusterError:
+        names = self.processes[0].name
+        if len(self.processes) > 1:
+            names += f" and {len(self.processes) - 1} more"
+        location = f" on the host `{self.name}`" if self.name else ""
+        lines = output.decode(errors="replace").strip().splitlines() or ["there was no output"]
+        return ClusterError(
+            f"{names}{location} did not start{within}: {lines[-1].strip()}",
+            "check that `ssh -o BatchMode=yes` reaches the host, and that tfdist is installed there at the same path"
+            if self.name
+            else "check that this machine can start processes",
+        )
+
+    def start(self, processes: Sequence[Process]) -> None:
+        """Orders the agent to start these processes."""
+        if processes:
+            self.send({"job": self.job, "start": [self.processes.index(process) for process in processes]})
+
+    def listed_ports(self) -> str:
+        """The first ports of the processes, and how many more there are, as part of a sentence."""
+        ports = [str(process.port) for process in self.processes[:MAX_LISTED_PORTS]]
+        more = len(self.processes) - len(ports)
+        return f"{', '.join(ports)}{f' and {more} more' if more else ''} of {self.name or 'this machine'}"
+
+    def send(self, order: Mapping[str, Any]) -> None:
+        """Sends an order to the agent, if it is still connected."""
+        assert self._agent is not None and self._agent.stdin is not None
+        with contextlib.suppress(ConnectionError, RuntimeError):
+            self._agent.stdin.write(json.dumps(order).encode() + b"\n")
+
+    async def end(self, seconds: float) -> None:
+        """Lets the agent end all its processes, and kills it after `seconds`."""
+        if self._agent is None:
+            return
+        assert self._agent.stdin is not None
+        with contextlib.suppress(ConnectionError, RuntimeError):
+            self._agent.stdin.close()
+        last_output = asyncio.ensure_future(self._listening or self._agent.wait())
+        await asyncio.wait([last_output], timeout=seconds)
+        with contextlib.suppress(ProcessLookupError):
+            if self._agent.returncode is None:
+                self._agent.kill()  # which also ends its processes
+        await asyncio.wait([last_output], timeout=SECONDS_FOR_LAST_OUTPUT)
+
+    async def _listen(self) -> None:
+        """Receives output and exit codes of the processes until the agent ends."""
+        assert self._agent is not None and self._agent.stdout is not None and self._agent.stderr is not None
+        errors = asyncio.create_task(self._keep_errors(self._agent.stderr))
+        while frame := await agent.read_frame(self._agent.stdout):
+            kind, number, content = frame
+            if kind == agent.EXIT:
+                await self._end(number, int(content))
+            else:
+                await self.streams[number][kind].write(content)
+        self.is_connected = False
+        # A connection that ssh shares with other programs outlives this command, and keeps its error stream open.
+        await asyncio.wait([errors, asyncio.create_task(self._agent.wait())], timeout=SECONDS_FOR_LAST_OUTPUT)
+        code = CONNECTION_LOST if self._agent.returncode is None else self._agent.returncode
+        for number, process in enumerate(self.processes):
+            if process.returncode is None:
+                await self._end(number, code if code > 0 else 128 - code)
+
+    async def _keep_errors(self, reader: asyncio.StreamReader) -> None:
+        """Keeps the errors of the agent or of ssh with the output of the host's first process."""
+        _, errors = self.streams[0]
+        while chunk := await reader.read(agent.CHUNK_BYTES):
+            await errors.write(chunk)
+
+    async def _end(self, number: int, code: int) -> None:
+        for stream in self.streams[number]:
+            await stream.end()
+        self.processes[number].returncode = code
+        self.ended(self.processes[number])
+
+
+async def _remaining(errors: asyncio.StreamReader) -> bytes:
+    output = b""
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(0.5):
+            while chunk := await errors.read(agent.CHUNK_BYTES):
+                output += chunk
+    return output
+
+
+def job_of_host(
+    job: Job, processes: Sequence[Process], cluster: str | None, environment: Mapping[str, str]
+) -> dict[str, Any]:
+    """Returns the part of a job that one host runs, as its agent expects it.
+
+    Args:
+        job: the job.
+        processes: the processes of this host, by their number on the host.
+        cluster: the addresses of all processes by role, as JSON; `None` if the processes need no addresses.
+        environment: the variables of all processes.
+    """
+    training = [process for process in processes if process.role == "worker"]
+    shares = {process: [number, len(training)] for number, process in enumerate(training)}
+    return {
+        "argv": job.argv(),
+        "cwd": os.getcwd(),
+        "environment": dict(environment),
+        "cluster": cluster,
+        "size": len(job.roles),
+        "processes": [
+            {
+                "role": process.role,
+                "index": process.index,
+                "share": shares.get(process),
+                "output": agent.TERMINAL if has_terminal(process) else agent.MERGED if process.rank else agent.SEPARATE,
+            }
+            for process in processes
+        ],
+    }
+
+
+def environment_of(job: Job, restart: int, is_elastic: bool, isolated: bool) -> dict[str, str]:
+    """Returns the environment variables that all processes of a job get.
+
+    Args:
+        job: the job.
+        restart: how often the job was started before.
+        is_elastic: whether its hosts may change.
+        isolated: whether it runs in a network namespace.
+    """
+    variables = {
+        ports.SHARE: "1",
+        "PYTHONUNBUFFERED": "1",
+        job_environment.JOB: job.name,
+        job_environment.TYPED: shlex.join(sys.orig_argv),
+        job_environment.RESTART: str(restart),
+        job_environment.START_SECONDS: f"{job.start_seconds:g}",
+        job_environment.END_SECONDS: f"{SECONDS_TO_END_OF_MPIRUN if job.mpi else agent.SECONDS_TO_END:g}",
+    }
+    if job.mpi:  # the launcher starts only `mpirun`, so each process has to take its share of the cores itself
+        variables[job_environment.SHARE_CORES] = "1"
+    if is_elastic:
+        variables[job_environment.ELASTIC] = "1"
+    if isolated:
+        variables[job_environment.OWN_NETWORK] = "1"
+    return variables
+
+
+def has_terminal(process: Process) -> bool:
+    """Whether the process writes to a terminal, which it needs to show a moving progress bar."""
+    return process.rank == 0 and sys.stdout is not None and sys.stdout.isatty()
+
+
+def isolate() -> bool:
+    """Moves this process, and the processes that it starts later, into a new network namespace.
+
+    Returns:
+        Whether the system allowed it. If not, nothing has changed.
+    """
+    user, group = os.geteuid(), os.getegid()
+    if not _unshare(_CLONE_NEWNET):
+        if not _unshare(_CLONE_NEWUSER | _CLONE_NEWNET):
+            return False
+        # The user and the group stay the same in the namespace.
+        Path("/proc/self/setgroups").write_text("deny")
+        Path("/proc/self/uid_map").write_text(f"{user} {user} 1")
+        Path("/proc/self/gid_map").write_text(f"{group} {group} 1")
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
+        fcntl.ioctl(any_socket, _SIOCSIFFLAGS, struct.pack("16sh14x", b"lo", _IFF_UP))
+    return True
+
+
+def _unshare(flags: int) -> bool:
+    return ctypes.CDLL(None, use_errno=True).unshare(flags) == 0

@@ -23,20 +23,8 @@ from tfdist.errors import UnknownNameError, UsageError
 
 # The class names of Keras' optimizers in lower case; a test compares them with Keras.
 OPTIMIZERS = (
-    "adadelta",
-    "adafactor",
-    "adagrad",
-    "adam",
-    "adamax",
-    "adamw",
-    "ftrl",
-    "lamb",
-    "lion",
-    "muon",
-    "nadam",
-    "rmsprop",
-    "schedulefreeadamw",
-    "sgd",
+    *("adadelta", "adafactor", "adagrad", "adam", "adamax", "adamw", "ftrl", "lamb", "lion", "muon", "nadam"),
+    *("rmsprop", "schedulefreeadamw", "sgd"),
 )
 SCHEDULES = ("constant", "cosine")
 # The input of training steps: read by the dataset; read once and cached in memory; one repeated batch.

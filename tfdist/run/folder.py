@@ -31,15 +31,19 @@ from tfdist.run.schema import EpochRecord, RunRecord
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-
+# A folder with any of these contains a run.
+_NAMES = (
+    "run.json",
+    "history.csv",
+    "curves.png",
+    "log.txt",
+    "profile.txt",
+    "tensorboard",
+    "checkpoints",
+    "model.keras",
+)
 # Okabe and Ito's blue and vermilion are distinct for all kinds of colour vision; in grey, the line styles differ.
-_TRAIN: dict[str, Any] = {
-    "color": "#0072B2",
-    "linestyle": "--",
-    "marker": "o",
-    "markersize": 4,
-    "label": "training",
-}
+_TRAIN: dict[str, Any] = {"color": "#0072B2", "linestyle": "--", "marker": "o", "markersize": 4, "label": "training"}
 _VALIDATION: dict[str, Any] = {
     "color": "#D55E00",
     "linestyle": "-",
@@ -113,16 +117,7 @@ def _mark_best(axes: Axes, numbers: Sequence[int], values: Sequence[float], larg
         return
     best, number = max(finite) if largest else min(finite)
     label = f"best: {best:.2f} % in epoch {number}" if largest else f"best: {best:.4g} in epoch {number}"
-    axes.plot(
-        [number],
-        [best],
-        "o",
-        markersize=12,
-        fillstyle="none",
-        color="black",
-        markeredgewidth=1.5,
-        label=label,
-    )
+    axes.plot([number], [best], "o", markersize=12, fillstyle="none", color="black", markeredgewidth=1.5, label=label)
 
 
 class RunFolder:
@@ -225,18 +220,6 @@ class RunFolder:
     def _write_text(self, path: Path, text: str) -> None:
         with writing(path):
             files.write_text(path, text)
-
-
-_NAMES = (
-    "run.json",
-    "history.csv",
-    "curves.png",
-    "log.txt",
-    "profile.txt",
-    "tensorboard",
-    "checkpoints",
-    "model.keras",
-)
 
 
 @contextlib.contextmanager

@@ -15,6 +15,7 @@ import keras
 import numpy as np
 import psutil
 import tensorflow as tf
+from pydantic import BaseModel
 
 from tfdist import data, terminal
 from tfdist.callbacks import memory
@@ -179,13 +180,7 @@ def begin_record(
             # With parameter servers, each worker computes its own steps.
             replicas=getattr(strategy, "num_workers", strategy.num_replicas),
         ),
-        world=schema.WorldRecord(
-            rank=world.rank,
-            world_size=world.world_size,
-            local_rank=world.local_rank,
-            local_world_size=world.local_world_size,
-            source=world.source,
-        ),
+        world=schema.WorldRecord(**_attributes(world, schema.WorldRecord)),
         model=schema.ModelRecord(
             name=config.model,
             parameters=_parameters(model),
@@ -261,12 +256,7 @@ class Recorder(keras.callbacks.Callback):
         record.peak_memory_bytes = memory.peak_resident_bytes()
         record.partition = _partition(self.model)
         if self._timer is not None:
-            record.time_to_target = schema.TargetRecord(
-                monitor=self._timer.monitor,
-                target=self._timer.target,
-                seconds=self._timer.seconds,
-                epoch=self._timer.epoch,
-            )
+            record.time_to_target = schema.TargetRecord(**_attributes(self._timer, schema.TargetRecord))
         self._record_processes(record)
         self._session.write_record()
         if self._session.folder.is_chief:
@@ -289,6 +279,11 @@ class Recorder(keras.callbacks.Callback):
         record.processes = schema.ProcessRecord.of_all([figures for figures, _ in gathered])
         for name in in_epoch:
             setattr(epoch, name, sum(counts[name] for _, counts in gathered))
+
+
+def _attributes(source: Any, record: type[BaseModel]) -> dict[str, Any]:
+    """The attributes of `source` that have the names of the fields of `record`."""
+    return {name: getattr(source, name) for name in record.model_fields}
 
 
 def _partition(model: Any) -> schema.PartitionRecord | None:

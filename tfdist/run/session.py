@@ -1,8 +1,17 @@
-"""One training run of `tfdist train`, from its config to its record. Importing this module imports TensorFlow."""
+"""One training run of `tfdist train`, from its config to its record. Importing this module imports TensorFlow.
+
+A run warns of probable mistakes in a user's model or dataset, one sentence each:
+
+    >>> model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(3, activation="softmax")])
+    >>> model.compile("adam", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+    >>> mistake_in_loss(model)
+    'The model ends in probabilities (softmax), and its loss expects logits (`from_logits=True`): leave the softmax out'
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import math
 import sys
 import time
@@ -23,7 +32,7 @@ from tfdist.internals import keras as keras_internals
 from tfdist.internals.tensorflow import runtime_started
 from tfdist.jobs import consensus
 from tfdist.profiling import trace
-from tfdist.run import advice, optimizers, recorder, schema
+from tfdist.run import optimizers, recorder, schema
 from tfdist.run.config import TrainConfig
 from tfdist.run.folder import RunFolder, load_record, writing
 from tfdist.run.recorder import Recorder, begin_record
@@ -35,6 +44,15 @@ from tfdist.verification.bounds import BoundReport
 # 0.78 ms on four; `cnn` at batch 128 takes 33 ms on one and 17 ms on four. Both take the same time between `mlp` at
 # batch 128 (78 million) and `lenet` at batch 32 (92 million).
 SMALL_STEP_OPERATIONS = 85_000_000
+# Layers that scale or normalize their input.
+_SCALING = (
+    keras.layers.Rescaling,
+    keras.layers.Normalization,
+    keras.layers.BatchNormalization,
+    keras.layers.LayerNormalization,
+    keras.layers.GroupNormalization,
+)
+_PROBABILITIES = ("softmax", "sigmoid")
 
 
 def step_is_small(model: str, spec: Any, batch_size: int, options: Mapping[str, Any] | None = None) -> bool:
@@ -218,7 +236,6 @@ class Session:
         return strategy, source, model, train
 
     def _training_feed(self, strategy: Any, source: data.Source) -> Any:
-        """The training batches, from the requested input."""
         config = self.config
         if config.input == "synthetic":
             return source.repeated_feed("train", config.batch_size, augment=config.augment, **self._feed_options())
@@ -230,7 +247,6 @@ class Session:
         return source.feed(split, self.config.batch_size, world=strategy.world, **self._feed_options(), **options)
 
     def _feed_options(self) -> dict[str, Any]:
-        """The common options of all feeds."""
         streams = {"stream_positions": True} if _has_streams(self.config) else {}
         return {"seed": self.config.seed, **streams}
 
@@ -331,7 +347,7 @@ class Session:
         for name in ("optimizer", "learning_rate", "momentum", "weight_decay") if compiled else ():
             if getattr(self.config, name) is not None:
                 self._warn(f"The model is compiled already, and `--{name.replace('_', '-')}` has no effect")
-        for sentence in advice.about(model, source):
+        for sentence in (mistake_in_loss(model), mistake_in_pixels(model, source)):
             self._warn(sentence)
 
     def _warn(self, sentence: str | None) -> None:
@@ -374,7 +390,6 @@ class Session:
             self.record.test_metrics = {**(self.record.test_metrics or {}), **run.scores}
 
     def _write_profile(self) -> None:
-        """Writes the summary of the trace to the run folder and to the record."""
         summary = trace.summarize(self.folder.tensorboard)
         profile = trace.as_text(summary)
         assert self.record is not None
@@ -390,6 +405,61 @@ class Session:
         self._show(profile)
 
 
+def mistake_in_loss(model: keras.Model) -> str | None:
+    """Returns a warning if a model outputs probabilities and its loss expects logits, or vice versa; else `None`."""
+    expects_logits = _expects_logits(model.loss)
+    ending = _ending(model)
+    if expects_logits is None or ending is None:
+        return None
+    if expects_logits and ending in _PROBABILITIES:
+        return (
+            f"The model ends in probabilities ({ending}), and its loss expects logits (`from_logits=True`): "
+            f"leave the {ending} out"
+        )
+    if not expects_logits and ending == "linear":
+        return (
+            "The model ends without an activation, and its loss expects probabilities: compile it with a loss that has "
+            "`from_logits=True`"
+        )
+    return None
+
+
+def mistake_in_pixels(model: keras.Model, source: data.Source) -> str | None:
+    """Returns a warning if the model certainly gets pixels from 0 to 255 and does not scale them; else `None`."""
+    layers = keras_internals.all_layers(model)
+    scales = any(isinstance(layer, _SCALING) for layer in layers)
+    # A layer of the user's may scale in its own code.
+    if not source.has_bytes or scales or not all(keras_internals.is_of_keras(type(layer)) for layer in layers):
+        return None
+    return (
+        f"The examples of `{source.spec.name}` are whole numbers up to 255 (uint8), and nothing scales them: "
+        "divide them by 255, or begin the model with `keras.layers.Rescaling(1 / 255)`"
+    )
+
+
+def _expects_logits(loss: Any) -> bool | None:
+    """Whether a loss expects logits; `None` if it takes neither logits nor probabilities, or is not part of Keras."""
+    if isinstance(loss, str):
+        loss = keras.losses.get(loss)
+    if inspect.isfunction(loss) and loss.__module__.startswith("keras."):
+        return False if "from_logits" in inspect.signature(loss).parameters else None
+    if not (isinstance(loss, keras.losses.Loss) and keras_internals.is_of_keras(type(loss))):
+        return None
+    expects: bool | None = loss.get_config().get("from_logits")
+    return expects
+
+
+def _ending(model: keras.Model) -> str | None:
+    """The activation of the model's output: "softmax", "sigmoid" or "linear"; `None` for anything else."""
+    last = keras_internals.last_operation(model)
+    kind = type(last).__name__.lower()  # `keras.layers.Softmax`, or the operation of `keras.ops.softmax`
+    if kind in _PROBABILITIES:
+        return kind
+    name = getattr(getattr(last, "activation", None), "__name__", None)
+    has_kernel = isinstance(last, keras.layers.Dense | keras.layers.Conv2D)
+    return name if name in _PROBABILITIES or (name == "linear" and has_kernel) else None
+
+
 def _may_use_one_thread(config: TrainConfig) -> bool:
     return config.strategy in ("single", "custom") and config.devices in (None, 1)
 
@@ -402,25 +472,8 @@ def _has_streams(config: TrainConfig) -> bool:
 def _job_settings(config: TrainConfig) -> dict[str, str]:
     """The options that must be equal in all processes of a job."""
     names = (
-        "model",
-        "dataset",
-        "data_options",
-        "on_bad_example",
-        "augment",
-        "limit",
-        "input",
-        "epochs",
-        "batch_size",
-        "model_options",
-        "strategy_options",
-        "optimizer",
-        "learning_rate",
-        "momentum",
-        "weight_decay",
-        "schedule",
-        "warmup_epochs",
-        "dtype_policy",
-        "gradient_accumulation",
-        "seed",
+        *("model", "dataset", "data_options", "on_bad_example", "augment", "limit", "input", "epochs", "batch_size"),
+        *("model_options", "strategy_options", "optimizer", "learning_rate", "momentum", "weight_decay", "schedule"),
+        *("warmup_epochs", "dtype_policy", "gradient_accumulation", "seed"),
     )
     return {"--" + name.replace("_", "-"): str(getattr(config, name)) for name in names}

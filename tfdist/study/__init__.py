@@ -7,14 +7,10 @@
     work      whether the runs of a case did equal work, and whether they learned
     results   the figures of each cell
     verdicts  what bounds the training
-    summary   the results in sentences and tables
-    text      the report in Markdown
+    summary   the results in sentences and tables, and the report in Markdown
     charts    the pictures
-    page      the report as an HTML page
-    serve     serves the page on this machine
+    page      the report as an HTML page, and its web server
     prices    prices of machines
-    events    the runs as TensorBoard events
-    display   the progress of a measurement
 
 `tfdist.compare` and `tfdist.report` are the commands.
 """

@@ -321,17 +321,18 @@ def steps(comparison: Comparison) -> alt.LayerChart | None:
 
 def memory(comparison: Comparison) -> alt.LayerChart | None:
     """Draws the peak memory of each process."""
-    values = []
-    for row in comparison.rows:
-        for rank, peak in enumerate(row.peak_memory_bytes):
-            values.append(_rounded(_named(row) | {"part": f"process {rank}", "value": peak / 2**20}))
+    values = [
+        _rounded(_named(row) | {"part": f"process {rank}", "value": peak / 2**20})
+        for row in comparison.rows
+        for rank, peak in enumerate(row.peak_memory_bytes)
+    ]
     return stacked(values, None, "MiB, the peaks of all processes added up", "MiB") if values else None
 
 
 def price(comparison: Comparison) -> alt.LayerChart | None:
     """Draws the price of a run, or of reaching the target."""
-    prices = [(row, row.price) for row in comparison.rows if row.price is not None]
-    values = [_rounded(_named(row) | {"part": "price", "value": value}) for row, value in prices]
+    rows = [row for row in comparison.rows if row.price is not None]
+    values = [_rounded(_named(row) | {"part": "price", "value": row.price}) for row in rows]
     to_target = any(row.reached for row in comparison.rows)
     title = "price until the target is reached" if to_target else "price of a run"
     return stacked(values, None, title, "price") if values else None

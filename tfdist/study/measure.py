@@ -27,9 +27,8 @@ from pathlib import Path
 from pydantic import BaseModel, ConfigDict
 
 from tfdist import files
-from tfdist.doctor import readiness
+from tfdist.doctor import child, readiness
 from tfdist.errors import UsageError
-from tfdist.launcher import limited
 from tfdist.study.plan import Case, Cell, Plan
 
 PROGRAM = "nvidia-smi"
@@ -233,7 +232,7 @@ def run(turn: Turn, plan: Plan, study: str, limit_seconds: float) -> Measured:
     started, start = datetime.now(UTC), time.perf_counter()
     cpu_seconds = _cpu_seconds_of_children()
     with gpu_monitor() as gpus:
-        code = limited.wait(start_training(options, turn.folder), limit_seconds)
+        code = child.wait(start_training(options, turn.folder), limit_seconds)
     measured = Measured(
         **asdict(turn.cell.case),
         strategy=turn.cell.strategy,

@@ -1,7 +1,14 @@
-"""The report as a self-contained HTML page, whose pictures are drawn by an embedded copy of Vega.
+"""The report as a self-contained HTML page, whose pictures are drawn by an embedded copy of Vega, and its web server.
 
 The template escapes names from users, also in the JSON of the pictures. In addition, the page's content security policy
-allows no script but the page's own.
+allows no script but the page's own. The server serves browsers on this machine, and nothing but the page.
+
+Synopsis:
+
+    >>> import urllib.request
+    >>> with serving("<p>all runs</p>") as server:
+    ...     urllib.request.urlopen(address(server)).read()
+    b'<p>all runs</p>'
 """
 
 from __future__ import annotations
@@ -9,8 +16,11 @@ from __future__ import annotations
 import base64
 import hashlib
 import re
-from collections.abc import Mapping, Sequence
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +29,13 @@ import jinja2
 import vl_convert
 from markupsafe import Markup, escape
 
+from tfdist.errors import UsageError
 from tfdist.study import charts, summary, verdicts
 from tfdist.study.charts import Palette
 from tfdist.study.results import Comparison
 
 FOLDER = Path(__file__).parent
+HOST = "127.0.0.1"
 PICTURE_WIDTH = 720  # pixels, for the picture of the Markdown report
 
 
@@ -71,7 +83,7 @@ def html(comparisons: Sequence[Comparison]) -> str:
         _section(f"case-{index}", comparison, palette, len(comparisons)) for index, comparison in enumerate(comparisons)
     ]
     first = _first(comparisons, palette)
-    weak = _weak(comparisons, palette)
+    weak = _weak_scaling(comparisons, palette)
     pictures = [*([first] if first else []), *(figure for section in sections for figure in section.pictures), *weak]
     script = vl_convert.javascript_bundle((FOLDER / "page.js").read_text(encoding="utf-8"))
     script = script.replace("</script", "<\\/script")  # would end the element, even within a string
@@ -114,6 +126,50 @@ def picture(comparisons: Sequence[Comparison]) -> str:
     return str(vl_convert.vegalite_to_svg(first.spec | {"width": PICTURE_WIDTH, "config": config}))
 
 
+@contextmanager
+def serving(html: str, port: int = 0) -> Iterator[ThreadingHTTPServer]:
+    """Serves the page from a thread until the context ends.
+
+    Args:
+        html: the page.
+        port: the port to listen on; 0 for any free port.
+
+    Raises:
+        UsageError: the port is in use, or not valid.
+    """
+    page = html.encode()
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            if self.path != "/":
+                self.send_error(404)
+                return
+            self.send_response(200)
+            self.send_header("Content-Type", "text/html; charset=utf-8")
+            self.send_header("Content-Length", str(len(page)))
+            self.end_headers()
+            self.wfile.write(page)
+
+        def log_message(self, *_: object) -> None:
+            """Does not log requests."""
+
+    try:
+        server = ThreadingHTTPServer((HOST, port), Handler)
+    except (OSError, OverflowError) as error:
+        raise UsageError(f"The report cannot be shown on port {port}: {error}", "name another `--port`") from error
+    with server:
+        thread = threading.Thread(target=server.serve_forever, daemon=True)
+        thread.start()
+        yield server
+        server.shutdown()
+        thread.join()
+
+
+def address(server: ThreadingHTTPServer) -> str:
+    """Returns the URL of the page."""
+    return f"http://{HOST}:{server.server_port}/"
+
+
 def _first(comparisons: Sequence[Comparison], palette: Palette) -> Figure | None:
     """The picture of the result."""
     caption = "Ratio of the training times per epoch within a round: the median and its 95 % bootstrap interval. "
@@ -122,8 +178,7 @@ def _first(comparisons: Sequence[Comparison], palette: Palette) -> Figure | None
     return None if chart is None else Figure("answer", "", caption, _spec(chart))
 
 
-def _weak(comparisons: Sequence[Comparison], palette: Palette) -> list[Figure]:
-    """The pictures of weak scaling."""
+def _weak_scaling(comparisons: Sequence[Comparison], palette: Palette) -> list[Figure]:
     figures: list[Figure] = []
     for case, chart in charts.weak_scaling(comparisons, palette).items():
         title = f"{case.model} on {case.dataset}, {case.batch_size} examples per worker"

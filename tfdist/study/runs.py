@@ -164,7 +164,6 @@ def _measured(path: Path) -> Measured | None:
 
 
 def _cell_of(record: RunRecord) -> Cell:
-    """The cell of a run that `compare` has not made."""
     name = record.strategy.name
     workers = record.world.world_size if record.world.world_size > 1 else record.strategy.replicas
     case = Case(record.model.name, record.dataset.name, record.global_batch_size, record.dataset.input)

@@ -1,10 +1,12 @@
-"""The results in sentences and tables, for the Markdown report, the page, and the terminal.
+"""The results in sentences and tables, for the page and the terminal, and the report in Markdown.
 
-Texts have names in backticks. They are not escaped, although names may come from users: the caller has to escape them.
+Sentences and tables have names in backticks. They are not escaped, although names may come from users: the caller has
+to escape them.
 """
 
 from __future__ import annotations
 
+import re
 import shlex
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
@@ -16,6 +18,7 @@ from tfdist.study.plan import REAL
 from tfdist.study.results import Comparison, Row
 from tfdist.study.runs import Run
 from tfdist.study.verdicts import Verdict
+from tfdist.study.verdicts import of as verdicts_of
 from tfdist.terminal import counted
 
 MARK = "≠"  # precedes rows with unequal work or without learning
@@ -243,3 +246,54 @@ def percent(value: float | None) -> str:
 def mebibytes(value: float | None) -> str:
     """Formats a number of bytes in MiB."""
     return "" if value is None else f"{value / 2**20:,.0f}"
+
+
+def markdown(comparisons: Sequence[Comparison], picture: str = "") -> str:
+    """Returns the report in Markdown.
+
+    Args:
+        comparisons: the comparison of each case.
+        picture: the file name of the picture with the result, in the folder of the report; "" for no picture.
+    """
+    parts = ["# Comparison of strategies"]
+    parts += [_escaped(headline(comparisons))] if len(comparisons) > 1 else []
+    parts += [f"![Times as fast, by strategy]({picture})"] if picture else []
+    if of_cells := verdicts_of(comparisons):
+        lines = [f"- {_escaped(line)}" for line in verdicts(of_cells)]
+        parts += ["## What bounds the training", _markdown(bounds(of_cells)), "\n".join(lines)]
+    for comparison in comparisons:
+        parts += [f"## {_escaped(comparison.case.title)}", _escaped(answer(comparison)), table(comparison)]
+        lines = [f"- {_escaped(note)}" for note in notes(comparison)]
+        parts += ["\n".join(lines)] if lines else []
+        parts += ["### Equal work", _markdown(checks(comparison)), _conditions(comparison)]
+    return "\n\n".join(parts) + "\n"
+
+
+def table(comparison: Comparison) -> str:
+    """Returns the figures of a case as a Markdown table."""
+    return _markdown(figures(comparison))
+
+
+def _markdown(table: Table) -> str:
+    rows = [table.headings, ["---"] * len(table.headings), *([_escaped(cell) for cell in row] for row in table.rows)]
+    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+
+
+def _conditions(comparison: Comparison) -> str:
+    lines = ["### Machines, versions, commands", ""]
+    lines += [f"- {_escaped(machine)}" for machine in machines([comparison])]
+    for name, command in commands(comparison).items():
+        lines.append(f"- {_escaped(name)}: ``{_one_line(command)}``")
+    return "\n".join(lines)
+
+
+def _escaped(text: str) -> str:
+    """Escapes the syntax of Markdown and HTML, except in names in backticks."""
+    parts = re.split(r"(`[^`]*`)", _one_line(text))
+    plain = (re.sub(r"[\\*\[\]|]", r"\\\g<0>", part.replace("&", "&amp;").replace("<", "&lt;")) for part in parts[::2])
+    names = (part.replace("|", r"\|") for part in [*parts[1::2], ""])
+    return "".join(part for pair in zip(plain, names, strict=True) for part in pair)
+
+
+def _one_line(text: str) -> str:
+    return " ".join(text.split())
