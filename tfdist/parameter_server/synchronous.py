@@ -29,7 +29,6 @@ from tfdist.internals import keras_data, tensorflow_coordinator, tensorflow_func
 from tfdist.internals import tensorflow as tensorflow_internals
 from tfdist.internals.keras import tf_variable
 from tfdist.loop.one_device_step import OneDeviceStep, Rows, step_of
-from tfdist.parameter_server import closure_data as data
 from tfdist.parameter_server import closures
 from tfdist.parameter_server.round_mesh import (
     CannotRunInRounds,
@@ -63,7 +62,7 @@ class SynchronousProgram(closures.ClosureProgram):
 
     def _results_in_turn(self, state: Any, first: int, count: int) -> Iterator[tuple[list[closures.Result], bool]]:
         done = 0
-        for closure in data.closures(self._feed_batches, state, first, count, 1):
+        for closure in closures.closures_of(self._feed_batches, state, first, count, 1):
             division = self._strategy.division
             rows = () if closure.examples is None else tuple(batch_parts.rows(closure.examples, division))
             if rows not in self._steps_by_rows:
@@ -92,7 +91,7 @@ class SynchronousProgram(closures.ClosureProgram):
             stacklevel=2,
         )
 
-    def _run_step(self, step: _ClosuresOfStep, closure: data.Closure) -> list[closures.Result]:
+    def _run_step(self, step: _ClosuresOfStep, closure: closures.Closure) -> list[closures.Result]:
         self._metrics_updated |= step.metrics_updated
         try:
             vectors = self._run_rounds(step, closure)
@@ -102,7 +101,7 @@ class SynchronousProgram(closures.ClosureProgram):
             vectors = self._run_rounds(step, closure)
         return list(map(self._codec.unpack, vectors))
 
-    def _run_rounds(self, step: _ClosuresOfStep, closure: data.Closure) -> list[Any]:
+    def _run_rounds(self, step: _ClosuresOfStep, closure: closures.Closure) -> list[Any]:
         workers = self._strategy.workers
         vectors: list[Any] = []
         for number in range(step.rounds):  # only the last round counts in metrics

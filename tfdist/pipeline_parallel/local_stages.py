@@ -15,7 +15,7 @@ import tensorflow as tf
 from tfdist.errors import UsageError
 from tfdist.internals import keras as keras_internals
 from tfdist.internals import keras_stages
-from tfdist.pipeline_parallel import delayed, placement, plan
+from tfdist.pipeline_parallel import delayed, plan
 from tfdist.pipeline_parallel.plan import Balance, Plan
 from tfdist.pipeline_parallel.schedule import Schedule
 from tfdist.profiling import stages as stage_names
@@ -88,7 +88,7 @@ class Stages:
             for optimizer in keras_internals.optimizers(steps.model):
                 if steps.kind == "train" and not optimizer.built:  # an eager step would create slots on the CPU
                     optimizer.build(steps.model.trainable_variables)
-            placement.place(self._plan(steps, replicas), self.devices, steps.model)
+            plan.place(self._plan(steps, replicas), self.devices, steps.model)
 
     def plan_of(self, model: Any) -> Plan | None:
         """Returns the plan of `model`; `None` before it is first trained or used, and for one stage."""
@@ -104,7 +104,7 @@ class Stages:
 
     def tracing(self) -> contextlib.AbstractContextManager[None]:
         """The context in which a step is traced, with operations on and named after their stages."""
-        return placement.on_stages(self._plans, self.devices)
+        return plan.on_stages(self._plans, self.devices)
 
     @property
     def schedule(self) -> Schedule:

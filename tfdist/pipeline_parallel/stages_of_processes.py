@@ -31,13 +31,12 @@ from tfdist.jobs.world import World
 from tfdist.loop.partitioned_program import PartitionedPredictProgram, PartitionedProgram
 from tfdist.optimizers.divided import DividedOptimizer, divide, local
 from tfdist.options import Count
-from tfdist.pipeline_parallel import delayed, placement, plan
+from tfdist.pipeline_parallel import delayed, plan
 from tfdist.pipeline_parallel.delayed import DelayedProgram
 from tfdist.pipeline_parallel.local_stages import examples_of_part, require_examples
 from tfdist.pipeline_parallel.plan import Balance, LayerNames, Plan
 from tfdist.pipeline_parallel.schedule import Schedule
-from tfdist.pipeline_parallel.stage_mesh import Exchange, StageMesh
-from tfdist.pipeline_parallel.staged_graph import ONE_PROCESS
+from tfdist.pipeline_parallel.stage_mesh import ONE_PROCESS, Exchange, StageMesh
 from tfdist.training.job_strategy import JobStrategy, needs_whole_state
 
 if TYPE_CHECKING:
@@ -310,7 +309,7 @@ class StagesOfProcesses(JobStrategy):
         with contextlib.ExitStack() as stack:
             stack.enter_context(keras_stages.accessible(model.variables))
             if id(functional) in self._plans:
-                stack.enter_context(placement.on_stages(self._plans, [self.devices[0]] * self.world.world_size))
+                stack.enter_context(plan.on_stages(self._plans, [self.devices[0]] * self.world.world_size))
                 for optimizer in keras_internals.optimizers(model):
                     stage_optimizer = _stage_optimizer.get(optimizer)
                     if stage_optimizer is not None:
