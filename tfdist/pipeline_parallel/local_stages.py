@@ -69,13 +69,13 @@ class Stages:
                 f"`devices` is {', '.join(devices)}, which are of two kinds",
                 "use only GPUs, or only logical devices of the CPU",
             )
-        self.devices, self.micro_batches = devices, micro_batches
-        self._schedule, self._balance, self._named = schedule, balance, named
+        self.devices, self.micro_batches, self.schedule = devices, micro_batches, schedule
+        self._balance, self._named = balance, named
         self._plans: dict[int, Plan] = {}  # by the `id` of the plan's `functional`
 
     def check(self, model: Any) -> None:
         """Raises `UsageError` for a model that cannot be cut into these stages, or trained with the schedule."""
-        if self._schedule == delayed.NAME:
+        if self.schedule == delayed.NAME:
             delayed.require_keras_step(model)
         if len(self.devices) > 1:
             plan.require_cuttable(model, len(self.devices))
@@ -105,11 +105,6 @@ class Stages:
     def tracing(self) -> contextlib.AbstractContextManager[None]:
         """The context in which a step is traced, with operations on and named after their stages."""
         return plan.on_stages(self._plans, self.devices)
-
-    @property
-    def schedule(self) -> Schedule:
-        """The order in which a stage computes its micro-batches."""
-        return self._schedule
 
     @contextlib.contextmanager
     def guard(self) -> Iterator[None]:
