@@ -83,6 +83,7 @@ class ClosureProgram(StepProgram):
         self._operations = math.inf  # the number of operations of a step, unknown before it is traced
         # Evaluations in which a step's logs or metrics are not sums over closures run one closure after the other.
         self._sequential = not self._trains and (steps.own_logs is not None or not _all_additive(steps.model))
+        self._steps_together = STEPS_OF_A_CLOSURE if self._sequential else None  # the steps of a round; `None` is all
         self._own_step = keras_internals.has_own_step(steps.model, steps.kind)
         super().__init__(strategy, dataclasses.replace(steps, batches=worker_batches(steps.batches)))
         self._codec = _Codec(Result.spec(steps.model.metrics_variables, self._own_logs or {}))
@@ -146,9 +147,8 @@ class ClosureProgram(StepProgram):
 
     def _rounds(self, count: int) -> list[int]:
         """Returns the numbers of steps that are scheduled together, before the next ones are."""
-        if not self._sequential:
-            return [count]
-        return [min(STEPS_OF_A_CLOSURE, count - done) for done in range(0, count, STEPS_OF_A_CLOSURE)]
+        together = self._steps_together or max(1, count)
+        return [min(together, count - done) for done in range(0, count, together)]
 
     def _closure_length(self, count: int) -> int:
         if self._sequential:

@@ -155,12 +155,8 @@ class RoundsProgram(closures.ClosureProgram):
     """
 
     def __init__(self, strategy: Any, steps: Steps, staleness: int):
-        self._steps_of_a_round = staleness + 1
         super().__init__(strategy, steps, measures_staleness=staleness > 0)
-        self._sequential = staleness == 0
-
-    def _rounds(self, count: int) -> list[int]:
-        return [min(self._steps_of_a_round, count - begin) for begin in range(0, count, self._steps_of_a_round)]
+        self._sequential, self._steps_together = staleness == 0, staleness + 1
 
 
 class ClocksProgram(closures.ClosureProgram):

@@ -79,8 +79,10 @@ class ServedStrategy(TrainingStrategy):
         self._job = World.detect(os.environ)
         self._job.require_addresses(self.name)
         if not all(self._job.tasks_of(role) for role in ("ps", "chief", "worker")):
+            roles = ("chief", "worker", "ps")
+            counted = ", ".join(f"{len(self._job.tasks_of(role))} of the role `{role}`" for role in roles)
             raise UsageError(
-                f"The job ({self._job.source}) has {_counted(self._job)}, and `{self.name}` needs a chief, workers and "
+                f"The job ({self._job.source}) has {counted}, and `{self.name}` needs a chief, workers and "
                 "parameter servers",
                 "start it with `--workers 2 --ps 1`, or name all three roles in `TF_CONFIG`",
             )
@@ -184,10 +186,6 @@ class ServedStrategy(TrainingStrategy):
             if explained is None:
                 raise
             raise explained from error
-
-
-def _counted(world: World) -> str:
-    return ", ".join(f"{len(world.tasks_of(role))} of the role `{role}`" for role in ("chief", "worker", "ps"))
 
 
 @functools.cache

@@ -15,7 +15,7 @@ import dataclasses
 import functools
 import itertools
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -165,7 +165,7 @@ class _ClosuresOfStep:
         all_dense = all(isinstance(spec, tf.TensorSpec) and spec.shape.rank for spec in self._specs)
         self._shard = rows if all_dense and self._step.is_sharded(rows) else None
         self.is_divisible = self._shard is not None
-        self._buffers = ExchangeBuffers(_ServerOfValue(model))
+        self._buffers = ExchangeBuffers(_server_of_value(model))
         self._metrics = [(id(tf_variable(variable).handle), variable) for variable in model.metrics_variables]
         added_locally = accumulators.only_added_to(self._traced, self._step.terms)
         self._terms = {key: terms for key, terms in self._step.terms.items() if key in added_locally}
@@ -312,19 +312,19 @@ class _MetricSums:
         return [zero if variable is None else variable.read_value() for variable, zero in pairs]
 
 
-class _ServerOfValue:
+def _server_of_value(model: Any) -> Callable[[tf.TensorSpec], str]:
     """Chooses the server for an exchanged value: if it can be a gradient, the server of a variable of its shape."""
+    devices_by_shape: dict[tuple[int, ...], list[str]] = {}
+    for variable in map(tf_variable, model.trainable_variables):
+        device = getattr(variable, "device", None) or FIRST_SERVER
+        devices_by_shape.setdefault(tuple(variable.shape), []).append(device)
+    in_turn = {shape: itertools.cycle(devices) for shape, devices in devices_by_shape.items()}
 
-    def __init__(self, model: Any):
-        devices_by_shape: dict[tuple[int, ...], list[str]] = {}
-        for variable in map(tf_variable, model.trainable_variables):
-            device = getattr(variable, "device", None) or FIRST_SERVER
-            devices_by_shape.setdefault(tuple(variable.shape), []).append(device)
-        self._devices = {shape: itertools.cycle(devices) for shape, devices in devices_by_shape.items()}
-
-    def __call__(self, spec: Any) -> str:
+    def server_of(spec: tf.TensorSpec) -> str:
         shape = tuple(spec.shape) if spec.shape.rank is not None else ()
-        return next(self._devices.get(shape, iter([FIRST_SERVER])))
+        return next(in_turn[shape]) if shape in in_turn else FIRST_SERVER
+
+    return server_of
 
 
 def _copy(handle: tf.Tensor) -> Placed:

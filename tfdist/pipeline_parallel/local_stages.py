@@ -17,7 +17,7 @@ from tfdist.internals import keras as keras_internals
 from tfdist.internals import keras_stages
 from tfdist.pipeline_parallel import delayed, plan
 from tfdist.pipeline_parallel.plan import Balance, Plan
-from tfdist.pipeline_parallel.schedule import Schedule
+from tfdist.pipeline_parallel.schedule import DELAYED, Schedule
 from tfdist.profiling import stages as stage_names
 
 if TYPE_CHECKING:
@@ -75,7 +75,7 @@ class Stages:
 
     def check(self, model: Any) -> None:
         """Raises `UsageError` for a model that cannot be cut into these stages, or trained with the schedule."""
-        if self.schedule == delayed.NAME:
+        if self.schedule == DELAYED:
             delayed.require_keras_step(model)
         if len(self.devices) > 1:
             plan.require_cuttable(model, len(self.devices))

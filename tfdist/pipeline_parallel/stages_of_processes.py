@@ -34,7 +34,7 @@ from tfdist.pipeline_parallel import delayed, plan
 from tfdist.pipeline_parallel.delayed import DelayedProgram
 from tfdist.pipeline_parallel.local_stages import examples_of_part, require_examples
 from tfdist.pipeline_parallel.plan import Balance, LayerNames, Plan
-from tfdist.pipeline_parallel.schedule import Schedule
+from tfdist.pipeline_parallel.schedule import DELAYED, Schedule
 from tfdist.pipeline_parallel.stage_mesh import ONE_PROCESS, Exchange, StageMesh
 from tfdist.training.job_strategy import JobStrategy, needs_whole_state
 
@@ -344,7 +344,7 @@ class StagesOfProcesses(JobStrategy):
                 "runs graphs",
                 f"remove it, or {ONE_PROCESS}",
             )
-        if self.schedule == delayed.NAME:
+        if self.schedule == DELAYED:
             delayed.require_keras_step(model)
 
     def program(self, steps: Steps) -> Program:

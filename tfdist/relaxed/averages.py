@@ -154,10 +154,8 @@ class Averages:
     def end_epoch(self) -> dict[str, float]:
         """Synchronizes; returns the logs of the epoch: `disagreement` and `sync_seconds`."""
         self.synchronize()
-        seconds = np.array([self._seconds], np.float64)
-        self.group.sum_in_place(seconds)
         disagreement = float(np.mean(self._disagreements)) if self._disagreements else 0.0
-        return {"disagreement": disagreement, "sync_seconds": float(seconds[0]) / self.group.size}
+        return {"disagreement": disagreement, "sync_seconds": self.sum_over_processes(self._seconds) / self.group.size}
 
     def _agree_on_shares(self) -> bool:
         """Computes the weights of the processes in the mean; returns whether any has seen examples."""
@@ -196,7 +194,7 @@ class Averages:
             if not outer.weighted_by_examples:
                 self._shares = self.shares_of_processes()
             if feedback is None:
-                local = outer.packed_weights()
+                local = outer.packed.read()
                 averaged = np.concatenate([self.mean(piece) for piece in pieces(local)])
             else:
                 local, averaged = feedback.exchange(self._all_gather, self._shares, self.group.rank)
@@ -220,9 +218,13 @@ class Averages:
 
     def _note_distance(self, squared_distance: float) -> None:
         """Notes the root mean square over the processes of their distances from the mean."""
-        total = np.array([squared_distance], np.float64)
+        self._disagreements.append(math.sqrt(self.sum_over_processes(squared_distance) / self.group.size))
+
+    def sum_over_processes(self, value: float) -> float:
+        """The sum of the `value`s of all processes, which call this at the same time."""
+        total = np.array([value], np.float64)
         self.group.sum_in_place(total)
-        self._disagreements.append(math.sqrt(total[0] / self.group.size))
+        return float(total[0])
 
 
 class Streaming(Averages):
@@ -281,7 +283,7 @@ class Streaming(Averages):
         self._examples_of[number] = 0
         if sum(examples):
             share = examples[self.group.rank] / sum(examples)
-            local = self._fragments[number].packed_weights()
+            local = self._fragments[number].packed.read()
             self._transfers[number] = _Transfer(due, local, self._thread.submit(self._mean_of, local, share))
         self._seconds += time.perf_counter() - began
 
@@ -327,7 +329,8 @@ class _ErrorFeedback:
     def __init__(self, outer: OuterOptimizer, encoding: str):
         self._encoding = encoding
         self.lost = outer.new_variables("lost")
-        self._common, self._weights, self._lost = map(PackedVariables, (outer.common, outer.weights, self.lost))
+        self._weights = outer.packed
+        self._common, self._lost = PackedVariables(outer.common), PackedVariables(self.lost)
 
     def exchange(
         self, all_gather: Callable[[str, np.ndarray], list[np.ndarray]], shares: Sequence[float], rank: int
@@ -405,16 +408,17 @@ def trained_weights(model: Any) -> list[Any]:
 def _slots(model: Any) -> list[Any]:
     """The slots of the model's optimizers: their variables that have the shape of a weight."""
     shapes = {tuple(variable.shape) for variable in model.trainable_variables} - {()}
-    return [v for v in _optimizer_variables(model) if _is_float(v) and tuple(v.shape) in shapes]
+    return [v for v in optimizer_variables(model) if _is_float(v) and tuple(v.shape) in shapes]
 
 
 def _counters(model: Any) -> list[Any]:
     """The seeds and counters of a model and its optimizers, which are integers."""
-    variables = {id(v): v for v in [*model.variables, *_optimizer_variables(model)]}.values()
+    variables = {id(v): v for v in [*model.variables, *optimizer_variables(model)]}.values()
     return [v for v in map(tf_variable, variables) if v.dtype.is_integer and _size(v) <= MOST_COUNTERS]
 
 
-def _optimizer_variables(model: Any) -> list[Any]:
+def optimizer_variables(model: Any) -> list[Any]:
+    """The variables of all optimizers of `model`: slots, counts and learning rates."""
     return [variable for optimizer in keras_internals.optimizers(model) for variable in optimizer.variables]
 
 
