@@ -27,8 +27,7 @@ from tfdist.interface.traits import Traits
 from tfdist.jobs.job_environment import cores
 from tfdist.options import Count
 from tfdist.parameter_server import closures
-from tfdist.parameter_server.closure_data import IndexedArrays
-from tfdist.parameter_server.closure_replica import LockingReplica
+from tfdist.parameter_server.closures import IndexedArrays, LockingReplica
 from tfdist.parameter_server.workers import Threads
 from tfdist.strategies import base
 

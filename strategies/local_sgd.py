@@ -21,8 +21,7 @@ from tfdist.interface.bound import Averaging, Bound
 from tfdist.interface.program import Program, Steps
 from tfdist.interface.traits import Traits
 from tfdist.options import Count, CountOrZero, Factor, Fraction
-from tfdist.relaxed.averaging_rule import AveragingRule
-from tfdist.relaxed.local_sgd import AveragingProgram, PostLocalProgram
+from tfdist.relaxed.local_sgd import AveragingProgram, AveragingRule, PostLocalProgram
 from tfdist.relaxed.strategy import IndependentStrategy
 
 

@@ -10,8 +10,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfdist.data_parallel.mirrored_mesh import MirroredMesh
-from tfdist.data_parallel.tensorflow_variables import TensorFlowVariables
+from tfdist.data_parallel.tf_distribute import MirroredMesh, TensorFlowVariables
 from tfdist.strategies import base
 
 

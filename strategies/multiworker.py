@@ -14,8 +14,7 @@ import tensorflow as tf
 
 from tfdist import spmd
 from tfdist.data_parallel.strategy import DataParallel
-from tfdist.data_parallel.tensorflow_variables import WorkerVariables
-from tfdist.data_parallel.workers_mesh import WorkersMesh
+from tfdist.data_parallel.tf_distribute import WorkersMesh, WorkerVariables
 from tfdist.errors import UnknownNameError, UsageError
 from tfdist.groups import ProcessGroup, joining
 from tfdist.groups.packing import Packing

@@ -14,7 +14,7 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
-from tfdist.data_parallel.tensorflow_variables import TensorFlowVariables
+from tfdist.data_parallel.tf_distribute import TensorFlowVariables
 from tfdist.errors import UsageError
 from tfdist.interface.traits import Traits
 from tfdist.options import Count, Fraction, Seconds

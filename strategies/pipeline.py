@@ -21,13 +21,13 @@ from tfdist.pipeline_parallel import delayed
 from tfdist.pipeline_parallel.local_stages import Stages
 from tfdist.pipeline_parallel.pipeline_mesh import PipelineMesh
 from tfdist.pipeline_parallel.plan import Balance, LayerNames, Plan
-from tfdist.pipeline_parallel.schedule import Schedule
+from tfdist.pipeline_parallel.schedule import DELAYED, Schedule
 from tfdist.pipeline_parallel.stages_of_processes import StagesOfProcesses
 from tfdist.strategies import base
 
 
-class PipelineStrategy(base.Strategy):
-    """Trains with one stage per device: all GPUs, or two logical CPU devices, unless `devices` is set.
+class PipelineOptions(base.Strategy):
+    """The options of `pipeline`, whose stages are on the devices of one process or in the processes of a job.
 
     Args:
         micro_batches: the number of parts of a global batch, which go through the stages one after the other; 1 is
@@ -36,15 +36,10 @@ class PipelineStrategy(base.Strategy):
             the weights from before the last update; see `tfdist.pipeline_parallel.schedule`.
         balance: what the stages have equal amounts of: "time", which is measured, or "memory".
         stages: the name of the first layer of each stage except the first; `None` chooses by `balance`.
-        options: see `tfdist.strategies.base.Strategy`.
+        options: see `tfdist.strategies.base.Strategy`, and in a job `tfdist.training.job_strategy.JobStrategy`.
     """
 
     name = "pipeline"
-    default_cpus = 2
-
-    @classmethod
-    def of_job(cls, world: World) -> type[base.Strategy]:
-        return StagesOfProcesses if world.world_size > 1 else cls
 
     def __init__(
         self,
@@ -55,14 +50,30 @@ class PipelineStrategy(base.Strategy):
         stages: LayerNames = None,
         **options: Any,
     ):
-        self._settings: dict[str, Any] = {"micro_batches": micro_batches, "schedule": schedule, "balance": balance}
-        self._first_layers = stages
-        self.as_one_device = schedule != delayed.NAME
+        self.micro_batches, self.schedule, self.balance, self.first_layers = micro_batches, schedule, balance, stages
+        self.as_one_device = schedule != DELAYED
         super().__init__(**options)
 
+    def options(self) -> dict[str, Any]:
+        pipeline = {"micro_batches": self.micro_batches, "schedule": self.schedule, "balance": self.balance}
+        return super().options() | pipeline | {"stages": self.first_layers and list(self.first_layers)}
+
+
+class PipelineStrategy(PipelineOptions):
+    """Trains with one stage per device: all GPUs, or two logical CPU devices, unless `devices` is set.
+
+    In a job of several processes, each trains one stage. For the options see `PipelineOptions`.
+    """
+
+    default_cpus = 2
+
+    @classmethod
+    def of_job(cls, world: World) -> type[base.Strategy]:
+        return PipelineOfProcesses if world.world_size > 1 else cls
+
     def set_up(self) -> None:
-        self._stages = Stages(self.devices, **self._settings, named=self._first_layers)
-        self._mesh = PipelineMesh(self.devices, self._stages.micro_batches, self._settings["schedule"])
+        self._stages = Stages(self.devices, self.micro_batches, self.schedule, self.balance, self.first_layers)
+        self._mesh = PipelineMesh(self.devices, self.micro_batches, self.schedule)
 
     @property
     def mesh(self) -> PipelineMesh:
@@ -88,7 +99,7 @@ class PipelineStrategy(base.Strategy):
 
     def program(self, steps: Steps) -> Program:
         self._stages.place(steps, self.num_replicas)
-        is_delayed = delayed.is_delayed(self._settings["schedule"], steps.kind)
+        is_delayed = delayed.is_delayed(self.schedule, steps.kind)
         return delayed.program(self, steps) if is_delayed else super().program(steps)
 
     def check_callbacks(self, callbacks: Iterable[Any]) -> None:
@@ -109,8 +120,9 @@ class PipelineStrategy(base.Strategy):
     def stages_of(self, model: Any) -> list[dict[str, Any]]:
         return self._stages.described(model)
 
-    def options(self) -> dict[str, Any]:
-        return super().options() | self._settings | {"stages": self._first_layers and list(self._first_layers)}
+
+class PipelineOfProcesses(PipelineOptions, StagesOfProcesses):
+    """Trains one stage in each process of a job; for the options see `PipelineOptions`."""
 
 
 STRATEGY = PipelineStrategy

@@ -21,7 +21,7 @@ from tests.interruption import InterruptionError, Interrupts
 from tfdist.__main__ import main
 from tfdist.errors import UnknownNameError, UsageError
 from tfdist.internals import keras_stages
-from tfdist.pipeline_parallel import placement, plan, schedule
+from tfdist.pipeline_parallel import plan, schedule
 from tfdist.pipeline_parallel.local_stages import Stages
 from tfdist.profiling.stages import Busy, busy, of_all
 
@@ -143,7 +143,7 @@ def test_forward_and_backward_products_of_a_layer_are_on_the_device_of_its_stage
     heavy = re.compile("Conv2D|MatMul|BiasAddGrad|ReluGrad")
     found = {}
     for one in operations:
-        task = placement.task_of(one.name)
+        task = schedule.task_of(one.name)
         if heavy.match(one.type) and task is not None:
             stage, (direction, micro_batch) = task[0], (task[1].direction, task[1].micro_batch)
             assert one.device.endswith(f"CPU:{stage}"), one.name
@@ -155,7 +155,7 @@ def test_forward_and_backward_products_of_a_layer_are_on_the_device_of_its_stage
         )
         assert found[1, "backward", micro_batch].count("Conv2DBackpropInput") == 2
         assert found[1, "backward", micro_batch].count("MatMul") == 2
-    outside = [one.name for one in operations if one.type.startswith("Conv2D") and placement.task_of(one.name) is None]
+    outside = [one.name for one in operations if one.type.startswith("Conv2D") and schedule.task_of(one.name) is None]
     assert not outside
 
 
@@ -165,7 +165,7 @@ def test_gradients_are_added_on_the_device_of_their_stage():
     backward = re.compile("Conv2DBackpropFilter|BiasAddGrad|MatMul")
     begun = {}
     for one in operations:
-        task = placement.task_of(one.name)
+        task = schedule.task_of(one.name)
         if backward.match(one.type) and task is not None and task[1].direction == "backward":
             begun[one.name] = task[0]
     sums = []
@@ -204,7 +204,7 @@ def test_each_stage_computes_in_the_order_of_the_schedule(name):
     operations = traced(pipeline(stages=["third"], schedule=name), residual())
     products = {}
     for one in operations:
-        task = placement.task_of(one.name)
+        task = schedule.task_of(one.name)
         if task is not None and one.type in ("Conv2D", "Conv2DBackpropFilter"):
             products.setdefault(task, one)
     for stage in range(2):

@@ -14,6 +14,7 @@ from click.testing import CliRunner
 import tfdist
 from tfdist import strategies, train
 from tfdist.errors import UsageError
+from tfdist.jobs.world import World
 from tfdist.run import config as configs
 
 ROOT = Path(__file__).parent.parent
@@ -34,7 +35,15 @@ def accepted(constructor):
 @pytest.mark.parametrize("name", strategies.names())
 def test_the_options_that_are_read_from_the_source_are_those_of_the_class(name):
     constructor = importlib.import_module(f"tfdist.strategies.{name}").STRATEGY
-    assert set(strategies.signature(name).options) == accepted(constructor)
+    in_job = constructor.of_job(World(world_size=2))
+    assert set(strategies.signature(name).options) == accepted(constructor) | accepted(in_job)
+
+
+@pytest.mark.parametrize("name", strategies.names())
+def test_all_options_are_known_before_the_start(name):
+    assert strategies.signature(name).complete
+    with pytest.raises(UsageError, match=f"The strategy `{name}` does not know the option `micro_batch`"):
+        strategies.signature(name).check(name, {"micro_batch": 2})
 
 
 @pytest.mark.parametrize("name", strategies.names())
@@ -92,8 +101,22 @@ class Periodic(theirs.CustomStrategy):
     def __init__(self, *, sync_every: int = 2, **options):
         super().__init__(**options)
 
+class Chosen(base.Strategy):
+    @classmethod
+    def of_job(cls, world):
+        return ChosenInJob if world.world_size > 1 else cls
+
+class ChosenInJob(Chosen):
+    def __init__(self, *, patience: int = 1, **options):
+        super().__init__(**options)
+
 class Made(len.__class__):
     pass
+
+class Unclear(base.Strategy):
+    @classmethod
+    def of_job(cls, world):
+        return super().of_job(world)
 
 class Typed(base.Strategy):
     def __init__(self, *, odd: os.nothing = 1, later: "Unknown | None" = None, limit: int = 1, **options):
@@ -119,6 +142,13 @@ def test_a_flag_that_a_users_class_does_not_take_is_refused_with_what_to_do(user
         configs.with_flags("of_a_user:Plain", {}, {"sync_every": "3"})
 
 
+def test_the_options_of_the_class_that_of_job_returns_are_known(users_module):
+    signature = strategies.signature("of_a_user:Chosen")
+    assert signature.complete
+    assert "patience" in signature.options
+    assert not strategies.signature("of_a_user:Unclear").complete
+
+
 def test_an_annotation_that_is_no_type_here_is_left_to_the_class(users_module):
     signature = strategies.signature("of_a_user:Typed")
     signature.check("of_a_user:Typed", {"odd": "x", "later": "y", "limit": "2"})
@@ -137,5 +167,16 @@ def test_a_class_without_a_source_is_left_to_answer_itself(users_module):
     assert configs.with_flags("of_a_user:Made", {}, {"sync_every": "3"}) == {"sync_every": "3"}
 
 
-def test_a_pipeline_leaves_options_of_its_processes_to_the_class_that_a_job_makes():
+def test_a_pipeline_takes_the_options_of_its_processes_in_a_job():
     assert configs.with_flags("pipeline", {}, {"timeout_seconds": "9"}) == {"timeout_seconds": "9"}
+    with pytest.raises(UsageError, match="`--shard` is set, but `pipeline` does not take it"):
+        configs.with_flags("pipeline", {}, {"shard": "optimizer"})
+    with pytest.raises(UsageError, match="cannot have `soon` as `timeout_seconds`"):
+        strategies.signature("pipeline").check("pipeline", {"timeout_seconds": "soon"})
+
+
+def test_a_pipeline_declares_its_options_once():
+    constructor = importlib.import_module("tfdist.strategies.pipeline").STRATEGY
+    classes = {*constructor.__mro__, *constructor.of_job(World(world_size=2)).__mro__} - {object}
+    declaring = [one for one in classes if "micro_batches" in inspect.signature(one.__init__).parameters]
+    assert len({one.__init__ for one in declaring}) == 1

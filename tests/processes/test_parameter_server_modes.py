@@ -12,7 +12,7 @@ from tests.processes.jobs import after_two_epochs, record, train
 from tests.processes.test_contract import BY_HAND, STEPS, USERS_STEPS, equality_cases, run_together
 from tests.processes.test_parameter_server import run_script
 from tfdist.errors import UsageError
-from tfdist.parameter_server import clocks, modes
+from tfdist.parameter_server import modes
 from tfdist.relaxed.centre_rules import Eamsgd, Easgd, run_one_worker
 
 SYNCHRONOUS = [
@@ -308,8 +308,8 @@ def test_two_workers_with_copies_bring_the_centre_to_what_is_sought(tmp_path, mo
 @pytest.mark.parametrize("slack", [0, 2, 5])
 @pytest.mark.parametrize("steps", [1, 2, 3])
 def test_no_worker_begins_a_step_that_is_more_than_the_slack_ahead_of_the_slowest(slack, steps):
-    slowest, ahead = clocks.Clock(done=10, running="a closure"), clocks.Clock(done=10)
-    while clocks.next_clock([slowest, ahead], steps, slack) is ahead:
+    slowest, ahead = modes.Clock(done=10, running="a closure"), modes.Clock(done=10)
+    while modes.next_clock([slowest, ahead], steps, slack) is ahead:
         ahead.done += steps
     # The last step that it took began when it had done `slack` steps more than the slowest, at most.
     assert ahead.done - 1 - slowest.done <= slack < ahead.done + steps - 1 - slowest.done

@@ -38,7 +38,7 @@ class Racing(parameter_server.ParameterServerStrategy):
 
     def program(self, steps):
         made = super().program(steps)
-        made._sequential, made._rounds = False, lambda count: [count]
+        made._sequential, made._steps_together = False, None
         return made
 """
 

@@ -52,8 +52,8 @@ class DataParallel(JobStrategy):
             measures them; `None` makes them equal. See `tfdist.interface.speeds`.
         stages: the number of stages of a pipeline in each process, each on its own device; 1 trains without a pipeline.
         micro_batches: the number of parts of a process's batch in a pipeline; default: 4.
-        schedule: the schedule of a pipeline, see `tfdist.strategies.pipeline.PipelineStrategy`; default: "gpipe".
-        balance: the balance of a pipeline, see `tfdist.strategies.pipeline.PipelineStrategy`; default: "time".
+        schedule: the schedule of a pipeline, see `tfdist.strategies.pipeline.PipelineOptions`; default: "gpipe".
+        balance: the balance of a pipeline, see `tfdist.strategies.pipeline.PipelineOptions`; default: "time".
         options: see `tfdist.training.job_strategy.JobStrategy`.
     """
 

@@ -8,7 +8,8 @@ Synopsis:
     >>> options["timeout_seconds"].help
     'how long a process may be silent'
 
-A class that passes `**options` on takes those of its base classes too, which are found by the imports of its module.
+A class that passes `**options` on takes those of its base classes too, which are found by the imports of its module. In
+a job it may be replaced by another class, by its `of_job`, whose options are among those of the strategy.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import collections.abc
 import contextlib
 import dataclasses
 import functools
+import itertools
 import os
 import re
 import typing
@@ -50,7 +52,7 @@ class Signature:
 
     Attributes:
         options: by name.
-        complete: whether these are all; false where a base class has no source, or `of_job` chooses another class.
+        complete: whether these are all; false where a base class, or a class that `of_job` returns, has no source.
     """
 
     options: Mapping[str, Option]
@@ -76,18 +78,21 @@ UNKNOWN = Signature({}, complete=False)
 
 
 @functools.cache
-def of_class(module: str, name: str) -> Signature:
-    """The options of the class `name` of a module; imports the packages above the module, but not the module."""
+def of_class(module: str, name: str, in_job: bool = True) -> Signature:
+    """The options of the class `name` of a module; imports the packages above the module, but not the module.
+
+    With `in_job` they include the options of the classes that its `of_job` returns.
+    """
     path = registry.file_of(module)
     if path is None:
         return UNKNOWN
     tree = ast.parse(path.read_text(encoding="utf-8"))
     for node in tree.body:
         if isinstance(node, ast.ClassDef) and node.name == name:
-            return _of_node(node, module, _imports(tree, module))
+            return _of_node(node, _imports(tree, module), in_job)
         if isinstance(node, ast.Assign) and isinstance(node.value, ast.Name) and _is_assigned(node, name):
-            return of_class(module, node.value.id)
-    return _of_dotted(_imports(tree, module).get(name, ""))
+            return of_class(module, node.value.id, in_job)
+    return _of_dotted(_imports(tree, module).get(name, ""), in_job)
 
 
 def _is_assigned(node: ast.Assign, name: str) -> bool:
@@ -110,12 +115,12 @@ def _imports(tree: ast.Module, module: str) -> dict[str, str]:
     return names
 
 
-def _of_dotted(dotted: str) -> Signature:
+def _of_dotted(dotted: str, in_job: bool) -> Signature:
     module, _, name = dotted.rpartition(".")
-    return of_class(module, name) if module else UNKNOWN
+    return of_class(module, name, in_job) if module else UNKNOWN
 
 
-def _of_node(node: ast.ClassDef, module: str, imports: Mapping[str, str]) -> Signature:
+def _of_node(node: ast.ClassDef, imports: Mapping[str, str], in_job: bool) -> Signature:
     constructors = [part for part in node.body if isinstance(part, ast.FunctionDef) and part.name == "__init__"]
     own: dict[str, Option] = {}
     if constructors:
@@ -126,27 +131,31 @@ def _of_node(node: ast.ClassDef, module: str, imports: Mapping[str, str]) -> Sig
             own[argument.arg] = Option(argument.arg, annotation, described.get(argument.arg, ""))
         if arguments.kwarg is None:
             return Signature(own)
-    bases = [_of_base(base, imports) for base in node.bases]
-    inherited = {name: option for base in reversed(bases) for name, option in base.options.items()}
+    others = [_of_expression(base, imports, in_job) for base in node.bases]
+    if in_job:  # their `of_job` is not asked again, which may return this class or one of its bases
+        others += [_of_expression(chosen, imports, in_job=False) for chosen in _chosen_in_job(node)]
+    inherited = {name: option for other in reversed(others) for name, option in other.options.items()}
     for name in own.keys() & inherited.keys():  # what it passes on may be described there
         own[name] = dataclasses.replace(own[name], help=own[name].help or inherited[name].help)
     return Signature(
         own | {name: option for name, option in inherited.items() if name not in own},
-        complete=not _chooses_another_class(node) and all(base.complete for base in bases),
+        complete=all(other.complete for other in others),
     )
 
 
-def _chooses_another_class(node: ast.ClassDef) -> bool:
-    """Whether `of_job` of a class may return another class, whose options are not known here."""
+def _chosen_in_job(node: ast.ClassDef) -> list[ast.expr]:
+    """The classes that `of_job` of a class may return besides the class itself."""
     methods = [part for part in node.body if isinstance(part, ast.FunctionDef) and part.name == "of_job"]
-    returns = [part for method in methods for part in ast.walk(method) if isinstance(part, ast.Return) and part.value]
-    return any(ast.unparse(part.value) != "cls" for part in returns if part.value is not None)
+    returned = [part.value for method in methods for part in ast.walk(method) if isinstance(part, ast.Return)]
+    choices = [(value.body, value.orelse) if isinstance(value, ast.IfExp) else (value,) for value in returned if value]
+    return [choice for choice in itertools.chain(*choices) if ast.unparse(choice) != "cls"]
 
 
-def _of_base(base: ast.expr, imports: Mapping[str, str]) -> Signature:
-    first, _, rest = ast.unparse(base).partition(".")
+def _of_expression(expression: ast.expr, imports: Mapping[str, str], in_job: bool) -> Signature:
+    """The options of the class that an expression in a module with these `imports` names."""
+    first, _, rest = ast.unparse(expression).partition(".")
     dotted = imports.get(first)
-    return UNKNOWN if dotted is None else _of_dotted(f"{dotted}.{rest}" if rest else dotted)
+    return UNKNOWN if dotted is None else _of_dotted(f"{dotted}.{rest}" if rest else dotted, in_job)
 
 
 def _described(docstring: str) -> dict[str, str]:

@@ -1,7 +1,7 @@
 """The inner loop of workers that share variables, each at its own pace: processes with servers, or threads.
 
     run(state, first, count)               on the coordinator
-        divide the steps into closures     a free worker takes the next one
+        divide the steps into closures     a closure is a few steps; a free worker takes the next one
         on a worker: its steps             read the variables, and update them
         sum the metrics                    a closure returns what its steps added to the metrics
 
@@ -11,7 +11,13 @@ The strategy has
 
     workers       the workers that run the closures, see `tfdist.parameter_server.workers`
     locks         whether updates lock the variables
-    replica()     the replica that computes a step, see `tfdist.parameter_server.closure_replica`
+    replica()     a `ClosureReplica`, which computes a step while other workers update the same variables
+
+A closure gets its data in one of these ways, and a step gets the same examples as on one device:
+
+    arrays              the worker has them; a closure contains the indices of its examples
+    numbered batches    a closure contains the numbers of its batches, which the worker reads
+    anything else       the coordinator reads the data, and sends one batch per closure
 """
 
 from __future__ import annotations
@@ -22,87 +28,35 @@ import functools
 import math
 import warnings
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import keras
 import numpy as np
 import tensorflow as tf
 
+from tfdist.data.input import batch_parts
+from tfdist.data.input.array_feed import ArrayBatches, ArrayFeed
+from tfdist.data.input.dataset_feed import FetchedBatches
 from tfdist.data.input.division import WHOLE
+from tfdist.data.input.feed import Batches, WrappedFeed
 from tfdist.errors import DifferenceWarning, UsageError
 from tfdist.interface.program import AtNan, Logs, Outcome, Program, Steps
 from tfdist.internals import keras as keras_internals
-from tfdist.internals import keras_variables, tensorflow_coordinator
+from tfdist.internals import keras_data, keras_patches, keras_variables, tensorflow_coordinator
 from tfdist.internals.keras import tf_variable
 from tfdist.loop import metrics
 from tfdist.loop.inner_loop import StepProgram, joined
 from tfdist.optimizers import fused as fused_optimizers
-from tfdist.parameter_server import closure_data as data
+from tfdist.parameter_server import sharded_variable
 
 # More than one, so that a worker that finishes early finds another closure.
 CLOSURES_OF_A_WORKER = 3
+STEPS_OF_A_CLOSURE = 10
 # A closure unrolls its steps if a step has at most this many operations: 10 steps of 1000 take some 5 s to trace.
 OPERATIONS_OF_A_SMALL_STEP = 1000
 BYTES_OF_A_SMALL_STATE = 1 << 16
-
-
-class ClosureVariables:
-    """A closure's copies of the metrics' variables and of the model's small states.
-
-    The steps of the closure read and change these copies without communicating with a server.
-
-    Args:
-        model: the model that is trained or evaluated.
-        copies_metrics: whether the metrics start at the values of the model's metrics, and not at zero.
-    """
-
-    def __init__(self, model: Any, copies_metrics: bool):
-        self._metrics, self._states = model.metrics_variables, _small_states(model)
-        copied = [*(self._metrics if copies_metrics else ()), *self._states]
-        values = [tf.convert_to_tensor(tf_variable(variable)) for variable in copied]
-        zeros = [tf.zeros(v.shape, tf_variable(v).dtype) for v in (() if copies_metrics else self._metrics)]
-        self._initial = zeros + values
-        self._copies = [tensorflow_coordinator.variable_of_execution(value) for value in self._initial]
-
-    @contextlib.contextmanager
-    def in_place(self) -> Iterator[None]:
-        """Within this context, steps are traced with the copies in place of the model's variables."""
-        with keras_variables.backed_by([*self._metrics, *self._states], self._copies):
-            yield
-
-    def metrics_changed(self) -> set[int]:
-        """Returns the `id`s of the metrics' variables that the current graph changes."""
-        pairs = zip(self._metrics, self._copies, strict=False)
-        return {id(variable) for variable, copy in pairs if tensorflow_coordinator.is_changed(copy)}
-
-    def depends_on_metrics(self, structure: Any) -> bool:
-        """Whether a tensor of `structure` in the current graph is computed from the metrics' variables."""
-        copies = self._copies[: len(self._metrics)]
-        tensors = [tensor for tensor in tf.nest.flatten(structure) if tf.is_symbolic_tensor(tensor)]
-        return any(tensorflow_coordinator.is_computed_from(tensor, copies) for tensor in tensors)
-
-    def end(self) -> list[tf.Tensor]:
-        """Adds the changes of the states to the model's, which other workers may have changed in the meantime.
-
-        Returns:
-            What the steps added to each of the metrics' variables.
-        """
-        values = [copy.read_value() for copy in self._copies]
-        changes = [value - initial for value, initial in zip(values, self._initial, strict=True)]
-        for variable, change in zip(self._states, changes[len(self._metrics) :], strict=True):
-            tf_variable(variable).assign_add(change)
-        return changes[: len(self._metrics)]
-
-
-def _small_states(model: Any) -> list[Any]:
-    """Returns the model's seeds, moving averages and the like that a closure copies."""
-    return [
-        variable
-        for variable in model.non_trainable_variables
-        if (tf_variable(variable).dtype.is_floating or tf_variable(variable).dtype.is_integer)
-        and math.prod(variable.shape) * tf_variable(variable).dtype.size <= BYTES_OF_A_SMALL_STATE
-    ]
 
 
 class ClosureProgram(StepProgram):
@@ -129,8 +83,9 @@ class ClosureProgram(StepProgram):
         self._operations = math.inf  # the number of operations of a step, unknown before it is traced
         # Evaluations in which a step's logs or metrics are not sums over closures run one closure after the other.
         self._sequential = not self._trains and (steps.own_logs is not None or not _all_additive(steps.model))
+        self._steps_together = STEPS_OF_A_CLOSURE if self._sequential else None  # the steps of a round; `None` is all
         self._own_step = keras_internals.has_own_step(steps.model, steps.kind)
-        super().__init__(strategy, dataclasses.replace(steps, batches=data.worker_batches(steps.batches)))
+        super().__init__(strategy, dataclasses.replace(steps, batches=worker_batches(steps.batches)))
         self._codec = _Codec(Result.spec(steps.model.metrics_variables, self._own_logs or {}))
 
     def begin_epoch(self) -> None:
@@ -180,7 +135,7 @@ class ClosureProgram(StepProgram):
         """Yields the results of each group of closures, and whether the data have ended, up to `count` steps."""
         done = 0
         for wanted in self._rounds(count):
-            work = list(data.closures(self._feed_batches, state, first + done, wanted, self._closure_length(wanted)))
+            work = list(closures_of(self._feed_batches, state, first + done, wanted, self._closure_length(wanted)))
             scheduled = list(map(self._schedule, work))
             results = [self._codec.unpack(vector) for vector in self._strategy.workers.results_of(scheduled)]
             done += self._steps_of(results)
@@ -192,22 +147,21 @@ class ClosureProgram(StepProgram):
 
     def _rounds(self, count: int) -> list[int]:
         """Returns the numbers of steps that are scheduled together, before the next ones are."""
-        if not self._sequential:
-            return [count]
-        return [min(data.STEPS_OF_A_CLOSURE, count - done) for done in range(0, count, data.STEPS_OF_A_CLOSURE)]
+        together = self._steps_together or max(1, count)
+        return [min(together, count - done) for done in range(0, count, together)]
 
     def _closure_length(self, count: int) -> int:
         if self._sequential:
             return count
         closures = CLOSURES_OF_A_WORKER * self._strategy.workers.count
-        return max(1, min(data.STEPS_OF_A_CLOSURE, count // closures))
+        return max(1, min(STEPS_OF_A_CLOSURE, count // closures))
 
-    def _schedule(self, closure: data.Closure) -> Any:
+    def _schedule(self, closure: Closure) -> Any:
         unrolled = closure.whole and self._operations <= OPERATIONS_OF_A_SMALL_STEP
         function = self._unrolled if unrolled else self._many_steps
         return self._strategy.workers.schedule(function, self._arguments(closure))
 
-    def _arguments(self, closure: data.Closure) -> tuple[Any, ...]:
+    def _arguments(self, closure: Closure) -> tuple[Any, ...]:
         return closure.arguments
 
     def _make_functions(self) -> Any:
@@ -242,7 +196,7 @@ class ClosureProgram(StepProgram):
         start = [tf.constant(0), tf.constant(True), tf.constant(0), tf.constant(0), self._no_logs()]
         with variables.in_place():
             if unrolled:
-                end = functools.reduce(lambda values, _: body(*values), range(data.STEPS_OF_A_CLOSURE), start)
+                end = functools.reduce(lambda values, _: body(*values), range(STEPS_OF_A_CLOSURE), start)
             else:
                 end = tf.while_loop(proceed, body, start)
         done, finite, total, largest, own_logs = end
@@ -307,13 +261,13 @@ class ClosurePredictProgram(Program):
     def __init__(self, strategy: Any, steps: Steps):
         self._strategy = strategy
         self._model = steps.model
-        self._feed_batches, self._batches = steps.batches, data.worker_batches(steps.batches)
+        self._feed_batches, self._batches = steps.batches, worker_batches(steps.batches)
         keras_variables.look_up_rows()
         self._function = tf.function(self._predict, autograph=False, reduce_retracing=True)
 
     def run(self, state: Any, first: int, count: int) -> Outcome:
         """Predicts up to `count` batches; the logs are `{"outputs": ...}`, in the order of the examples."""
-        work = list(data.closures(self._feed_batches, state, first, count, 1))
+        work = list(closures_of(self._feed_batches, state, first, count, 1))
         scheduled = [self._strategy.workers.schedule(self._function, closure.arguments) for closure in work]
         results = self._strategy.workers.results_of(scheduled)
         outputs = [keras_internals.tree.map_structure(_as_tensor, output) for output in results]
@@ -327,6 +281,64 @@ class ClosurePredictProgram(Program):
             return self._model.predict_step(data)
 
         return self._strategy.run(compute)
+
+
+class ClosureVariables:
+    """A closure's copies of the metrics' variables and of the model's small states.
+
+    The steps of the closure read and change these copies without communicating with a server.
+
+    Args:
+        model: the model that is trained or evaluated.
+        copies_metrics: whether the metrics start at the values of the model's metrics, and not at zero.
+    """
+
+    def __init__(self, model: Any, copies_metrics: bool):
+        self._metrics, self._states = model.metrics_variables, _small_states(model)
+        copied = [*(self._metrics if copies_metrics else ()), *self._states]
+        values = [tf.convert_to_tensor(tf_variable(variable)) for variable in copied]
+        zeros = [tf.zeros(v.shape, tf_variable(v).dtype) for v in (() if copies_metrics else self._metrics)]
+        self._initial = zeros + values
+        self._copies = [tensorflow_coordinator.variable_of_execution(value) for value in self._initial]
+
+    @contextlib.contextmanager
+    def in_place(self) -> Iterator[None]:
+        """Within this context, steps are traced with the copies in place of the model's variables."""
+        with keras_variables.backed_by([*self._metrics, *self._states], self._copies):
+            yield
+
+    def metrics_changed(self) -> set[int]:
+        """Returns the `id`s of the metrics' variables that the current graph changes."""
+        pairs = zip(self._metrics, self._copies, strict=False)
+        return {id(variable) for variable, copy in pairs if tensorflow_coordinator.is_changed(copy)}
+
+    def depends_on_metrics(self, structure: Any) -> bool:
+        """Whether a tensor of `structure` in the current graph is computed from the metrics' variables."""
+        copies = self._copies[: len(self._metrics)]
+        tensors = [tensor for tensor in tf.nest.flatten(structure) if tf.is_symbolic_tensor(tensor)]
+        return any(tensorflow_coordinator.is_computed_from(tensor, copies) for tensor in tensors)
+
+    def end(self) -> list[tf.Tensor]:
+        """Adds the changes of the states to the model's, which other workers may have changed in the meantime.
+
+        Returns:
+            What the steps added to each of the metrics' variables.
+        """
+        values = [copy.read_value() for copy in self._copies]
+        changes = [value - initial for value, initial in zip(values, self._initial, strict=True)]
+        for variable, change in zip(self._states, changes[len(self._metrics) :], strict=True):
+            tf_variable(variable).assign_add(change)
+        return changes[: len(self._metrics)]
+
+
+def _small_states(model: Any) -> list[Any]:
+    """Returns the model's seeds, moving averages and the like that a closure copies."""
+    return [
+        variable
+        for variable in model.non_trainable_variables
+        if (tf_variable(variable).dtype.is_floating or tf_variable(variable).dtype.is_integer)
+        and math.prod(variable.shape) * tf_variable(variable).dtype.size <= BYTES_OF_A_SMALL_STATE
+    ]
 
 
 class Result(NamedTuple):
@@ -400,6 +412,231 @@ class _StalenessStatistics:
         if not self._steps:
             return {}
         return {"staleness_mean": self._total / self._steps, "staleness_max": float(self._max)}
+
+
+class ClosureReplica:
+    """Computes a worker's step on a whole batch; the variables are in this process or on parameter servers.
+
+    Args:
+        scope: the context in which an optimizer creates its variables at its first update.
+    """
+
+    def __init__(self, scope: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext):
+        self._scope = scope
+        self._counter_device: str | None = None  # the device that counts the steps, usually of a server
+        self._gradients_done: list[Any] = []  # operations that end when the gradients are computed
+
+    @contextlib.contextmanager
+    def updating(self, model: Any) -> Iterator[None]:
+        """The context of the step, in which the optimizers of `model` apply gradients with `update`."""
+        with contextlib.ExitStack() as stack:
+            for optimizer in keras_internals.optimizers(model):
+                keras_patches.require_reduced_once(optimizer)
+                update = functools.partial(self.update, optimizer)
+                stack.enter_context(keras_patches.applying_with(optimizer, update))
+            yield
+
+    def update(
+        self, optimizer: Any, apply: Callable[..., None], gradients: Sequence[Any], variables: Sequence[Any] | None
+    ) -> None:
+        """Updates `variables` with Keras' own `apply(gradients, variables)`; `None` means all of the `optimizer`'s."""
+        if not optimizer.built and variables is not None:
+            with tf.init_scope(), self._scope():
+                optimizer.build(list(variables))
+        # Without this dependency the servers would count the step as it begins, since nothing else delays the count.
+        self._gradients_done = [tf.group(*_known_tensors(gradients))]
+        # An update reads other variables besides the gradients, all of them on the servers. On a server's device they
+        # need not travel to the worker and back.
+        with tf.device(self._counter_device), sharded_variable.by_part(optimizer):
+            apply(gradients, variables)
+
+    @contextlib.contextmanager
+    def measuring_staleness(self, optimizer: Any) -> Iterator[Callable[[], tf.Tensor]]:
+        """Measures the staleness: the updates by others between this step's reads of variables and its own update.
+
+        Yields a function to call at the end of the step, which returns the staleness as an int32 scalar. The count of
+        updates is read at the start of the step, concurrently with the variables: waiting for it would cost a third of
+        a small step.
+        """
+        if optimizer is None:
+            yield lambda: tf.constant(0)
+            return
+        inner = getattr(optimizer, "inner_optimizer", optimizer)
+        counter = tf_variable(keras_internals.iterations(inner))
+        counts: list[tf.Tensor] = []
+
+        def count(variable: Any) -> None:
+            with tf.control_dependencies(self._gradients_done):
+                counts.append(tf.convert_to_tensor(variable.assign_add(1, read_value=True)))
+
+        def staleness() -> tf.Tensor:
+            with tf.device(self._counter_device):
+                # A count inside a conditional, as with loss scaling, is out of reach: read it again, a little later.
+                in_graph = counts and counts[-1].graph is count_at_start.graph
+                count_at_update = counts[-1] if in_graph else counter.read_value()
+                return tf.maximum(tf.cast(count_at_update - count_at_start, tf.int32) - 1, 0)
+
+        self._counter_device = counter.device
+        with tf.device(self._counter_device):
+            count_at_start = tf.identity(counter.read_value())
+        with keras_patches.counting(inner, count):
+            yield staleness
+
+
+class LockingReplica(ClosureReplica):
+    """Computes a thread's step on a whole batch.
+
+    Args:
+        mutex: the handle of a mutex that is locked during an update; `None` for updates without a lock.
+    """
+
+    def __init__(self, mutex: tf.Tensor | None):
+        super().__init__()
+        self._mutex = mutex
+
+    def update(self, optimizer: Any, apply: Callable[..., None], gradients: Sequence[Any], variables: Any) -> None:
+        if self._mutex is None:
+            super().update(optimizer, apply, gradients, variables)
+            return
+        graph = tf.compat.v1.get_default_graph()
+        with tf.control_dependencies(_known_tensors(gradients)):
+            lock = tf.raw_ops.MutexLock(mutex=self._mutex)
+        first = len(graph.get_operations())
+        with tf.control_dependencies([lock]):
+            super().update(optimizer, apply, gradients, variables)
+        updates = [operation for operation in graph.get_operations()[first:] if operation.op_def.is_stateful]
+        with tf.control_dependencies(updates):
+            tf.raw_ops.ConsumeMutexLock(mutex_lock=lock)
+
+
+def _known_tensors(gradients: Sequence[Any]) -> list[tf.Tensor]:
+    known = [gradient for gradient in gradients if gradient is not None]
+    flat: list[tf.Tensor] = tf.nest.flatten(known, expand_composites=True)
+    return flat
+
+
+@dataclass(frozen=True)
+class Closure:
+    """A few steps, as the arguments of the function that a worker runs.
+
+    Attributes:
+        arguments: the data, and the number of steps.
+        steps: the number of steps.
+        whole: the closure has the largest number of steps, each with a full batch.
+        examples: the number of examples of all steps; `None` for a batch whose tensors have different lengths.
+    """
+
+    arguments: tuple[Any, ...]
+    steps: int
+    whole: bool = False
+    examples: int | None = None
+
+
+def closures_of(batches: Batches, state: Any, first: int, count: int, length: int) -> Iterator[Closure]:
+    """Yields the closures of `count` steps, or of fewer if the data end.
+
+    Args:
+        batches: the feed's batches.
+        state: the state of the pass.
+        first: the number of the first batch.
+        count: the number of steps.
+        length: the largest number of steps per closure.
+    """
+    if isinstance(state, ClosurePass):
+        yield from state.closures(first, count, length)
+        return
+    for batch in batches.take(state, first, count):
+        (examples,) = map(int, batch_parts.lengths_of_parts(tf.nest.flatten(batch), WHOLE))
+        known = None if examples == batch_parts.UNEQUAL else examples
+        yield Closure((batch, tf.constant(1)), 1, examples=known)
+
+
+class ClosurePass:
+    """The state of a pass over data that the workers have or read themselves."""
+
+    def closures(self, first: int, count: int, length: int) -> Iterator[Closure]:
+        """Yields `count` steps from batch `first` on, up to `length` per closure."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class IndexedPass(ClosurePass):
+    """A pass over arrays, whose closures contain the indices of their examples.
+
+    Attributes:
+        batch_size: the number of examples in a full batch.
+        arrays: the coordinator's arrays.
+        positions: the arrays per example that `ArrayFeed.start` returns, of which the first are the indices.
+        worker_arrays: the workers' arrays; `None` if each closure contains the examples of its steps.
+    """
+
+    batch_size: int
+    arrays: Any
+    positions: Sequence[np.ndarray]
+    worker_arrays: Any
+
+    def closures(self, first: int, count: int, length: int) -> Iterator[Closure]:
+        for begin in range(first, first + count, length):
+            steps = min(length, first + count - begin)
+            rows = slice(begin * self.batch_size, (begin + steps) * self.batch_size)
+            indices, *others = (positions[rows] for positions in self.positions)
+            arrays = self.worker_arrays
+            if arrays is None:
+                with tf.device("CPU:0"):
+                    arrays = keras_data.gather(self.arrays, tf.constant(indices))
+                indices = np.arange(len(indices), dtype=indices.dtype)
+            examples = tuple(tf.constant(positions) for positions in (indices, *others))
+            whole = len(indices) == STEPS_OF_A_CLOSURE * self.batch_size
+            yield Closure(((arrays, examples), tf.constant(steps)), steps, whole, len(indices))
+
+
+class IndexedArrays(WrappedFeed):
+    """An `ArrayFeed` whose passes are `IndexedPass`es.
+
+    Args:
+        feed: the coordinator's feed.
+        worker_arrays: see `IndexedPass`.
+    """
+
+    def __init__(self, feed: ArrayFeed, worker_arrays: Any):
+        super().__init__(feed)
+        self.batches = feed.batches
+        self._worker_arrays = worker_arrays
+
+    def start(self, epoch: int, first_batch: int) -> IndexedPass:
+        arrays, positions = self._feed.start(epoch, first_batch)
+        positions = tuple(tensor.numpy() for tensor in positions)
+        return IndexedPass(self.batch_size, arrays, positions, self._worker_arrays)
+
+    def resume(self, saved: bytes, epoch: int, first_batch: int) -> IndexedPass:
+        del saved
+        return self.start(epoch, first_batch)
+
+
+def worker_batches(batches: Batches) -> Batches:
+    """Returns the `Batches` with which a worker's graph reads the data of a closure."""
+    return batches if isinstance(batches, ArrayBatches | ReadByNumber) else SentBatches()
+
+
+class ReadByNumber:
+    """Marks `Batches` that a worker reads by the batch numbers in a closure."""
+
+
+class SentBatches(FetchedBatches):
+    """A batch that the coordinator has sent, traced for any number of examples.
+
+    Keras weights the losses of several outputs by the number of examples if it is known when the graph is traced. All
+    batches of a pass must be weighted in the same way, and the last one may be smaller.
+    """
+
+    def fetch(self, state: Any, step: tf.Tensor) -> Any:
+        return tf.nest.map_structure(_with_unknown_length, super().fetch(state, step))
+
+
+def _with_unknown_length(tensor: Any) -> Any:
+    if not isinstance(tensor, tf.Tensor) or not tensor.shape.rank:
+        return tensor
+    return tf.raw_ops.PlaceholderWithDefault(input=tensor, shape=[None, *tensor.shape[1:]])
 
 
 _generators: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()

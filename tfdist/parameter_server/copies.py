@@ -29,9 +29,8 @@ from tfdist.interface.program import Logs, Steps
 from tfdist.internals import keras as keras_internals
 from tfdist.internals import keras_variables, tensorflow_coordinator
 from tfdist.internals.keras import tf_variable
-from tfdist.parameter_server import closure_data as data
 from tfdist.parameter_server import closures
-from tfdist.parameter_server.closure_replica import ClosureReplica
+from tfdist.parameter_server.closures import ClosureReplica
 from tfdist.relaxed import averages
 from tfdist.relaxed.centre_rules import Exchange, Memory, Rule
 from tfdist.relaxed.strategy import refuse_use_ema
@@ -93,7 +92,7 @@ class CopiesProgram(closures.ClosureProgram):
         self._fingerprint_at_end = self._fingerprint().numpy()
         return logs
 
-    def _arguments(self, closure: data.Closure) -> tuple[Any, ...]:
+    def _arguments(self, closure: closures.Closure) -> tuple[Any, ...]:
         return (*closure.arguments, tf.constant(self._training, tf.int64))
 
     def _make_functions(self) -> Any:

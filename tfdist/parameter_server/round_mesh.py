@@ -83,6 +83,7 @@ class RoundMesh(spmd.Mesh):
         expected: the values that a dry run has exchanged; `None` in the dry run itself.
 
     Attributes:
+        exchanges: the number of exchanges so far.
         exchanged: the values that have been exchanged so far.
     """
 
@@ -91,7 +92,7 @@ class RoundMesh(spmd.Mesh):
         self.count, self.local = count, [part]
         self.home = None
         self._part = part
-        self._exchanges = 0
+        self.exchanges = 0
         self._in_branch = False  # in a loop or a conditional
         self._in_trial = False
         self._expected = expected
@@ -106,7 +107,7 @@ class RoundMesh(spmd.Mesh):
         return contextlib.nullcontext()
 
     def compute(self) -> None:
-        self._exchanges, self._graph = 0, tf.compat.v1.get_default_graph()
+        self.exchanges, self._graph = 0, tf.compat.v1.get_default_graph()
 
     def terms(self, variable: Any) -> list[tf.Tensor] | None:
         return [variable.value.handle]
@@ -125,7 +126,7 @@ class RoundMesh(spmd.Mesh):
             raise CannotRunInRounds
         yield
         if not self._in_trial:
-            self._exchanges += 1
+            self.exchanges += 1
 
     @contextlib.contextmanager
     def trial(self) -> Iterator[None]:
@@ -177,7 +178,7 @@ class RoundMesh(spmd.Mesh):
         return self._combine_parts(term, shape, *combine_and_shard)
 
     def _record(self, how: str, dtype: tf.DType, shape: tf.TensorShape) -> None:
-        value = ExchangedValue(self._exchanges, how, dtype, shape)
+        value = ExchangedValue(self.exchanges, how, dtype, shape)
         self.exchanged.append(value)
         if self._expected is None:
             return
@@ -224,15 +225,11 @@ class DryRun(RoundMesh):
         super().__init__(0, count)
         self.changed: dict[int, tuple[int, int]] = {}
 
-    @property
-    def exchanges(self) -> int:
-        return self._exchanges
-
     def computing(self, operation: tf.Operation, inputs: Sequence[tf.Tensor]) -> contextlib.AbstractContextManager[Any]:
         handles = [tensor for tensor in inputs if tensor.dtype == tf.resource] if _changes_variables(operation) else []
         for handle in handles:
-            first, _ = self.changed.get(id(handle), (self._exchanges, 0))
-            self.changed[id(handle)] = first, self._exchanges
+            first, _ = self.changed.get(id(handle), (self.exchanges, 0))
+            self.changed[id(handle)] = first, self.exchanges
         return contextlib.nullcontext()
 
     def _combine_parts(self, term: Any, shape: Any, combine: Any, shard: Any) -> tf.Tensor:
@@ -261,21 +258,21 @@ class Round(RoundMesh):
     def exchanging(self) -> Iterator[None]:
         with super().exchanging():
             yield
-        if self._exchanges > self._last:
+        if self.exchanges > self._last:
             if len(self.exchanged) != sum(value.exchange <= self._last for value in self._expected or ()):
                 raise CannotRunInRounds
             raise RoundComplete
 
     def _combine_parts(self, term: Any, shape: Any, combine: Any, shard: Any) -> tf.Tensor:
         buffers = self._buffers.of(len(self.exchanged) - 1, _term_specs(term, shape, shard, self.count))
-        if self._exchanges < self._last:
+        if self.exchanges < self._last:
             return _combined(buffers, combine, shape)
         buffers[self._part].assign(term)
         return tf.raw_ops.PlaceholderWithDefault(input=term, shape=tf.TensorShape(None))
 
     def _from_first_part(self, compute: Any, like: Sequence[tf.Tensor]) -> list[tf.Tensor]:
         buffers = self._buffers_of_once(self._buffers, like)
-        if self._exchanges == self._last and self._part == 0:
+        if self.exchanges == self._last and self._part == 0:
             for buffer, value in zip(buffers, compute(), strict=True):
                 buffer.assign(value)
         return [_read(buffer, result.shape) for buffer, result in zip(buffers, like, strict=True)]
@@ -329,10 +326,10 @@ class Update(RoundMesh):
         if tf.compat.v1.get_default_graph() is not self._graph:
             return contextlib.nullcontext()
         depends_on_batch = any(getattr(tensor, "graph", None) is self.scratch for tensor in inputs)
-        adds_locally = self._exchanges < self._last and any(id(tensor) in self._terms for tensor in inputs)
+        adds_locally = self.exchanges < self._last and any(id(tensor) in self._terms for tensor in inputs)
         if not depends_on_batch and not adds_locally:
             return contextlib.nullcontext()
-        if self._exchanges == self._last and _changes_variables(operation):
+        if self.exchanges == self._last and _changes_variables(operation):
             raise CannotRunInRounds
         return self.scratch.as_default()
 

@@ -15,7 +15,7 @@ import dataclasses
 import functools
 import itertools
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -29,7 +29,6 @@ from tfdist.internals import keras_data, tensorflow_coordinator, tensorflow_grap
 from tfdist.internals import tensorflow as tensorflow_internals
 from tfdist.internals.keras import tf_variable
 from tfdist.loop.one_device_step import OneDeviceStep, Rows, step_of
-from tfdist.parameter_server import closure_data as data
 from tfdist.parameter_server import closures
 from tfdist.parameter_server.round_mesh import (
     CannotRunInRounds,
@@ -63,7 +62,7 @@ class SynchronousProgram(closures.ClosureProgram):
 
     def _results_in_turn(self, state: Any, first: int, count: int) -> Iterator[tuple[list[closures.Result], bool]]:
         done = 0
-        for closure in data.closures(self._feed_batches, state, first, count, 1):
+        for closure in closures.closures_of(self._feed_batches, state, first, count, 1):
             division = self._strategy.division
             rows = () if closure.examples is None else tuple(batch_parts.rows(closure.examples, division))
             if rows not in self._steps_by_rows:
@@ -92,7 +91,7 @@ class SynchronousProgram(closures.ClosureProgram):
             stacklevel=2,
         )
 
-    def _run_step(self, step: _ClosuresOfStep, closure: data.Closure) -> list[closures.Result]:
+    def _run_step(self, step: _ClosuresOfStep, closure: closures.Closure) -> list[closures.Result]:
         self._metrics_updated |= step.metrics_updated
         try:
             vectors = self._run_rounds(step, closure)
@@ -102,7 +101,7 @@ class SynchronousProgram(closures.ClosureProgram):
             vectors = self._run_rounds(step, closure)
         return list(map(self._codec.unpack, vectors))
 
-    def _run_rounds(self, step: _ClosuresOfStep, closure: data.Closure) -> list[Any]:
+    def _run_rounds(self, step: _ClosuresOfStep, closure: closures.Closure) -> list[Any]:
         workers = self._strategy.workers
         vectors: list[Any] = []
         for number in range(step.rounds):  # only the last round counts in metrics
@@ -166,7 +165,7 @@ class _ClosuresOfStep:
         all_dense = all(isinstance(spec, tf.TensorSpec) and spec.shape.rank for spec in self._specs)
         self._shard = rows if all_dense and self._step.is_sharded(rows) else None
         self.is_divisible = self._shard is not None
-        self._buffers = ExchangeBuffers(_ServerOfValue(model))
+        self._buffers = ExchangeBuffers(_server_of_value(model))
         self._metrics = [(id(tf_variable(variable).handle), variable) for variable in model.metrics_variables]
         added_locally = replica_variables.only_added_to(self._traced, self._step.terms)
         self._terms = {key: terms for key, terms in self._step.terms.items() if key in added_locally}
@@ -313,19 +312,19 @@ class _MetricSums:
         return [zero if variable is None else variable.read_value() for variable, zero in pairs]
 
 
-class _ServerOfValue:
+def _server_of_value(model: Any) -> Callable[[tf.TensorSpec], str]:
     """Chooses the server for an exchanged value: if it can be a gradient, the server of a variable of its shape."""
+    devices_by_shape: dict[tuple[int, ...], list[str]] = {}
+    for variable in map(tf_variable, model.trainable_variables):
+        device = getattr(variable, "device", None) or FIRST_SERVER
+        devices_by_shape.setdefault(tuple(variable.shape), []).append(device)
+    in_turn = {shape: itertools.cycle(devices) for shape, devices in devices_by_shape.items()}
 
-    def __init__(self, model: Any):
-        devices_by_shape: dict[tuple[int, ...], list[str]] = {}
-        for variable in map(tf_variable, model.trainable_variables):
-            device = getattr(variable, "device", None) or FIRST_SERVER
-            devices_by_shape.setdefault(tuple(variable.shape), []).append(device)
-        self._devices = {shape: itertools.cycle(devices) for shape, devices in devices_by_shape.items()}
-
-    def __call__(self, spec: Any) -> str:
+    def server_of(spec: tf.TensorSpec) -> str:
         shape = tuple(spec.shape) if spec.shape.rank is not None else ()
-        return next(self._devices.get(shape, iter([FIRST_SERVER])))
+        return next(in_turn[shape]) if shape in in_turn else FIRST_SERVER
+
+    return server_of
 
 
 def _copy(handle: tf.Tensor) -> Placed:

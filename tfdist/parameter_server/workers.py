@@ -68,7 +68,7 @@ class Processes:
     def __init__(self, job: World, coordinator: Any, timeout_seconds: float):
         self.count = len(job.tasks_of("worker"))
         self.timeout_seconds = timeout_seconds
-        self._job, self._coordinator = job, coordinator
+        self.job, self._coordinator = job, coordinator
 
     def schedule(self, function: Any, arguments: Sequence[Any]) -> Any:
         """Lets a free worker run `function(*arguments)`; returns a `RemoteValue`."""
@@ -99,13 +99,9 @@ class Processes:
         """Runs `function` on all workers; returns NumPy arrays, or `None` if a worker fails or is silent too long."""
         return tensorflow_coordinator.answers_of_workers(self.on_each(function, *arguments), self.timeout_seconds)
 
-    def tasks_of(self, role: str) -> tuple[Task, ...]:
-        """Returns the tasks of a role."""
-        return self._job.tasks_of(role)
-
     def silent(self, role: str) -> list[Task]:
         """Returns the tasks of a role that do not answer."""
-        return [task for task in self.tasks_of(role) if not rendezvous.serves(task)]
+        return [task for task in self.job.tasks_of(role) if not rendezvous.serves(task)]
 
     def explained(self, error: tf.errors.OpError) -> ClusterError | None:
         """Returns the error to raise instead of TensorFlow's if a parameter server is the cause; else `None`."""
@@ -139,7 +135,7 @@ class Watchdog:
             return
         silent = self._workers.silent("worker")
         if self._deadline_seconds > timeout:
-            names = ", ".join(map(str, silent or self._workers.tasks_of("worker")))
+            names = ", ".join(map(str, silent or self._workers.job.tasks_of("worker")))
             raise ClusterError.lost(f"No worker has finished a step for {waited:.0f} s: {names}")
         for task in silent:
             ports.hang_up(task.host, task.port)

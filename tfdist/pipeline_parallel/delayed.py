@@ -29,7 +29,6 @@ from tfdist.loop.inner_loop import StepProgram
 from tfdist.loop.partitioned_program import OneReplicaProgram, PartitionedProgram
 from tfdist.pipeline_parallel.schedule import DELAYED
 
-NAME = DELAYED
 _ASSIGNING = ("assign", "assign_add", "assign_sub", "scatter_update", "scatter_add", "scatter_sub", "scatter_nd_update")
 
 
@@ -119,8 +118,8 @@ def _previous_variable(newest: tf.Variable, path: str) -> tf.Variable:
 
     def refuse(*arguments: Any, **named: Any) -> None:
         raise UsageError(
-            f"A step of the model assigns to `{path}`, which is trained, and the schedule `{NAME}` keeps two versions "
-            "of it",
+            f"A step of the model assigns to `{path}`, which is trained, and the schedule `{DELAYED}` keeps two "
+            "versions of it",
             "remove the layer that assigns to it, or use the schedule `gpipe` or `1f1b`",
         )
 
@@ -178,7 +177,7 @@ def program(strategy: Any, steps: Steps) -> StepProgram:
 
 def is_delayed(schedule: str, kind: str) -> bool:
     """Whether steps of this `kind`, such as "train", have delayed gradients with the `schedule`."""
-    return schedule == NAME and kind == "train"
+    return schedule == DELAYED and kind == "train"
 
 
 def refuse_backups_within_epochs(callbacks: Iterable[Any]) -> None:
@@ -187,7 +186,7 @@ def refuse_backups_within_epochs(callbacks: Iterable[Any]) -> None:
         if isinstance(callback, keras.callbacks.BackupAndRestore) and callback.save_freq not in ("epoch", False):
             raise UsageError(
                 f"`BackupAndRestore` saves every {callback.save_freq} steps, and a run that goes on from there would "
-                f"lack the delay of the schedule `{NAME}`",
+                f"lack the delay of the schedule `{DELAYED}`",
                 'use `tfdist.callbacks.Checkpoint(every_steps=...)` instead, or `save_freq="epoch"`',
             )
 
@@ -196,7 +195,7 @@ def require_keras_step(model: Any) -> None:
     """Raises `UsageError` for a model with a custom `train_step`, which may use its weights after an update."""
     if keras_internals.has_own_step(model, "train"):
         raise UsageError(
-            f"The model `{model.name}` has a custom `train_step`, and the schedule `{NAME}` delays the gradients of "
+            f"The model `{model.name}` has a custom `train_step`, and the schedule `{DELAYED}` delays the gradients of "
             "Keras' own",
             "remove it, or use the schedule `gpipe` or `1f1b`",
         )

@@ -15,9 +15,9 @@ import tensorflow as tf
 from tfdist.errors import UsageError
 from tfdist.internals import keras as keras_internals
 from tfdist.internals import keras_stages
-from tfdist.pipeline_parallel import delayed, placement, plan
+from tfdist.pipeline_parallel import delayed, plan
 from tfdist.pipeline_parallel.plan import Balance, Plan
-from tfdist.pipeline_parallel.schedule import Schedule
+from tfdist.pipeline_parallel.schedule import DELAYED, Schedule
 from tfdist.profiling import stages as stage_names
 
 if TYPE_CHECKING:
@@ -69,13 +69,13 @@ class Stages:
                 f"`devices` is {', '.join(devices)}, which are of two kinds",
                 "use only GPUs, or only logical devices of the CPU",
             )
-        self.devices, self.micro_batches = devices, micro_batches
-        self._schedule, self._balance, self._named = schedule, balance, named
+        self.devices, self.micro_batches, self.schedule = devices, micro_batches, schedule
+        self._balance, self._named = balance, named
         self._plans: dict[int, Plan] = {}  # by the `id` of the plan's `functional`
 
     def check(self, model: Any) -> None:
         """Raises `UsageError` for a model that cannot be cut into these stages, or trained with the schedule."""
-        if self._schedule == delayed.NAME:
+        if self.schedule == DELAYED:
             delayed.require_keras_step(model)
         if len(self.devices) > 1:
             plan.require_cuttable(model, len(self.devices))
@@ -88,7 +88,7 @@ class Stages:
             for optimizer in keras_internals.optimizers(steps.model):
                 if steps.kind == "train" and not optimizer.built:  # an eager step would create slots on the CPU
                     optimizer.build(steps.model.trainable_variables)
-            placement.place(self._plan(steps, replicas), self.devices, steps.model)
+            plan.place(self._plan(steps, replicas), self.devices, steps.model)
 
     def plan_of(self, model: Any) -> Plan | None:
         """Returns the plan of `model`; `None` before it is first trained or used, and for one stage."""
@@ -104,12 +104,7 @@ class Stages:
 
     def tracing(self) -> contextlib.AbstractContextManager[None]:
         """The context in which a step is traced, with operations on and named after their stages."""
-        return placement.on_stages(self._plans, self.devices)
-
-    @property
-    def schedule(self) -> Schedule:
-        """The order in which a stage computes its micro-batches."""
-        return self._schedule
+        return plan.on_stages(self._plans, self.devices)
 
     @contextlib.contextmanager
     def guard(self) -> Iterator[None]:

@@ -1,7 +1,7 @@
 """The micro-batches of a pipeline as replicas of a partitioned step: replicas in time that share the devices.
 
 Each operation of the model is computed on the device of its stage, which its name in the traced step shows
-(`tfdist.pipeline_parallel.placement`). Other operations are computed on the device of the variable that they use, or
+(`schedule.task_of`). Other operations are computed on the device of the variable that they use, or
 else of their last input.
 """
 
@@ -17,8 +17,7 @@ import tensorflow as tf
 from tfdist import spmd
 from tfdist.groups import ProcessGroup
 from tfdist.groups.packing import Packing
-from tfdist.pipeline_parallel import ordering
-from tfdist.pipeline_parallel.schedule import DELAYED, Schedule
+from tfdist.pipeline_parallel.schedule import DELAYED, Schedule, order_tasks
 from tfdist.profiling import stages as stage_names
 from tfdist.spmd.process_mesh import ProcessMesh
 
@@ -87,7 +86,7 @@ class PipelineMesh(spmd.Mesh):
         if len(self.stage_devices) == 1 or len(self.local) == 1 or tf.executing_eagerly():
             return
         graph = tf.compat.v1.get_default_graph()
-        possible = ordering.order(graph, self._schedule, self.stage_devices, len(self.local))
+        possible = order_tasks(graph, self._schedule, self.stage_devices, len(self.local))
         if not possible and self._schedule != "gpipe":
             warn_of_gpipe(self._schedule)
 

@@ -1,6 +1,7 @@
 """The plan of a pipeline: the operations of a model, in their order, are divided into stages of balanced cost.
 
-The cost is measured time, or bytes of memory.
+The cost is measured time, or bytes of memory. `place` moves the variables of each stage to its device, and `on_stages`
+runs the operations there, with names by which `tfdist.pipeline_parallel.schedule` finds the stage of each.
 
 Synopsis:
 
@@ -10,10 +11,12 @@ Synopsis:
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
+import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
@@ -26,6 +29,152 @@ from tfdist.errors import UsageError
 from tfdist.internals import keras as keras_internals
 from tfdist.internals import keras_stages
 from tfdist.internals.keras_stages import Call
+from tfdist.profiling import stages as stage_names
+
+Balance = Literal["time", "memory"]
+# The first layer of each stage after the first; separated by commas on the command line.
+LayerNames = Annotated[
+    Sequence[str] | None, BeforeValidator(lambda value: value.split(",") if isinstance(value, str) else value)
+]
+# The assumed length of an axis, other than the first, whose length the model does not fix.
+OPEN_AXIS = 32
+_RUNS = 3
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The stages of a model.
+
+    Attributes:
+        functional: Keras' graph of the model's operations.
+        calls: the calls of the operations, in order.
+        begins: the index of the first call of each stage.
+        costs: the cost of each call in milliseconds or bytes; empty if the stages were specified by layer names.
+    """
+
+    functional: Any
+    calls: Sequence[keras_stages.Call]
+    begins: Sequence[int]
+    costs: Sequence[float] = ()
+
+    def stage_of(self, call: int) -> int:
+        """Returns the stage of call number `call`."""
+        return sum(begin <= call for begin in self.begins) - 1
+
+    def calls_of(self, stage: int) -> Sequence[keras_stages.Call]:
+        """Returns the calls of a stage."""
+        end = self.begins[stage + 1] if stage + 1 < len(self.begins) else len(self.calls)
+        return self.calls[self.begins[stage] : end]
+
+    def variables_of(self, stage: int) -> list[Any]:
+        """Returns the variables of a stage's layers, without layers that an earlier stage has called too."""
+        earlier = {id(call.operation) for call in self.calls[: self.begins[stage]]}
+        layers = {id(call.operation): call.operation for call in self.calls_of(stage)}
+        own = [layer for key, layer in layers.items() if key not in earlier and isinstance(layer, keras.Layer)]
+        return list({id(variable): variable for layer in own for variable in layer.variables}.values())
+
+    def parameters_of(self, stage: int) -> int:
+        """Returns the number of parameters of a stage."""
+        return sum(math.prod(variable.shape) for variable in self.variables_of(stage))
+
+    def layers_of(self, stage: int) -> list[str]:
+        """Returns the names of a stage's layers, with the names of the models that contain them."""
+        return list(dict.fromkeys("/".join(call.path) for call in self.calls_of(stage)))
+
+    def described(self, devices: Sequence[str]) -> list[dict[str, Any]]:
+        """Returns the device, layers and parameters of each stage; `devices` has one device per stage."""
+        return [
+            {"device": device, "layers": self.layers_of(stage), "parameters": self.parameters_of(stage)}
+            for stage, device in enumerate(devices)
+        ]
+
+    def bytes_across(self, cut: int) -> int:
+        """Returns the bytes per example that a forward pass sends across the cut before stage number `cut`."""
+        begin = self.begins[cut]
+        used = {id(tensor) for call in self.calls[begin:] for tensor in call.inputs}
+        used |= {id(tensor) for tensor in self.functional.outputs}
+        sent = {id(tensor): tensor for call in self.calls[:begin] for tensor in call.outputs if id(tensor) in used}
+        return sum(bytes_of(tensor, 1) for tensor in sent.values())
+
+
+def make(
+    model: Any, stages: int, named: Sequence[str] | None, balance: str, batch_size: int, micro_batches: int
+) -> Plan:
+    """Divides a model into stages.
+
+    Args:
+        model: a functional or sequential model that is built.
+        stages: the number of stages.
+        named: the first layer of each stage after the first; `None` lets `balance` choose.
+        balance: "time" minimizes the time of the slowest stage, "memory" the memory of the largest one.
+        batch_size: the number of examples in a micro-batch.
+        micro_batches: the number of micro-batches whose activations a stage stores.
+
+    Raises:
+        UsageError: the model cannot be cut, has fewer layers, or the named layers are not in order.
+        UnknownNameError: the model has no layer with a name in `named`.
+    """
+    require_cuttable(model, stages)
+    functional = keras_stages.functional_of(model)
+    if functional is None:
+        raise UsageError(
+            f"The model `{model.name}` would be built in its first eager step, and must be cut before that",
+            "begin it with `keras.Input(shape)`, or compile it without `run_eagerly`",
+        )
+    calls = keras_stages.calls(model)
+    if named is not None:
+        return Plan(functional, calls, _begins(model, calls, named))
+    if stages == 1:
+        return Plan(functional, calls, [0])
+    costs = measured(calls, batch_size, micro_batches, balance, model)
+    return Plan(functional, calls, balanced(costs, stages), costs)
+
+
+def _begins(model: Any, calls: Sequence[keras_stages.Call], named: Sequence[str]) -> list[int]:
+    known = list(dict.fromkeys(name for call in calls for name in call.path))
+    for name in named:
+        registry.require_known(name, f"layer of the model `{model.name}`", known)
+    begins = [next(i for i, call in enumerate(calls) if name in call.path) for name in named]
+    if [0, *begins] != sorted({0, *begins}):
+        raise UsageError(
+            f"`stages` is {', '.join(named)}, and these layers do not follow each other in the model `{model.name}`",
+            f"name the layers in order, without the first layer; the order is {', '.join(known)}",
+        )
+    return [0, *begins]
+
+
+def require_number_of_names(named: Sequence[str] | None, count: int, units: str, change: str) -> None:
+    """Raises `UsageError` if `named` has no layer for each of `count` stages after the first.
+
+    Args:
+        named: the first layer of each stage after the first; `None` is always accepted.
+        count: the number of stages.
+        units: the things that there are `count` of, in the message.
+        change: how to get another number of them, with `{}` for the number.
+    """
+    if named is not None and len(named) != count - 1:
+        raise UsageError(
+            f"`stages` names the first layer of {len(named)} stages after the first, and there are {count} {units}",
+            f"name {count - 1} layers, or {change.format(len(named) + 1)}",
+        )
+
+
+def require_cuttable(model: Any, stages: int) -> None:
+    """Raises `UsageError` for a model whose operations are unknown, or that has fewer than `stages` layers."""
+    functional = keras_stages.functional_of(model)
+    if functional is None:
+        if isinstance(model, keras.Sequential) and not model.built:
+            return
+        raise UsageError(
+            f"The model `{model.name}` cannot be cut into stages, because it has a custom `call`",
+            "build it from layers with `keras.Model(inputs, outputs)` or `keras.Sequential`, or use `devices=1`",
+        )
+    count = len(keras_stages.calls(model))
+    if stages > count:
+        raise UsageError(
+            f"{stages} stages were requested, and the model `{model.name}` has {count} layers",
+            f"use at most `devices={count}`",
+        )
 
 
 def balanced(costs: Sequence[float], stages: int) -> list[int]:
@@ -66,11 +215,6 @@ def of_stages(costs: Sequence[float], begins: Sequence[int]) -> list[float]:
     """Returns the cost of each stage; `begins` are the indices of their first operations."""
     ends = [*begins[1:], len(costs)]
     return [sum(costs[begin:end]) for begin, end in zip(begins, ends, strict=True)]
-
-
-# The assumed length of an axis, other than the first, whose length the model does not fix.
-OPEN_AXIS = 32
-_RUNS = 3
 
 
 def measured(calls: Sequence[Call], batch_size: int, micro_batches: int, balance: str, model: Any) -> list[float]:
@@ -167,144 +311,52 @@ def _slots_per_weight(model: Any) -> float:
     return elements / max(1, sum(math.prod(weight.shape) for weight in model.trainable_variables))
 
 
-Balance = Literal["time", "memory"]
-# The first layer of each stage after the first; separated by commas on the command line.
-LayerNames = Annotated[
-    Sequence[str] | None, BeforeValidator(lambda value: value.split(",") if isinstance(value, str) else value)
-]
+def place(plan: Plan, devices: Sequence[str], model: Any) -> None:
+    """Moves the variables of each stage, and their slots, to its device."""
+    moved = False
+    for stage, device in enumerate(devices):
+        for variable in plan.variables_of(stage):
+            moved |= keras_stages.move(variable, device)
+    keras_stages.move_slots(model)
+    if moved:
+        keras_stages.forget_functions(model)
 
 
-@dataclass(frozen=True)
-class Plan:
-    """The stages of a model.
-
-    Attributes:
-        functional: Keras' graph of the model's operations.
-        calls: the calls of the operations, in order.
-        begins: the index of the first call of each stage.
-        costs: the cost of each call in milliseconds or bytes; empty if the stages were specified by layer names.
-    """
-
-    functional: Any
-    calls: Sequence[keras_stages.Call]
-    begins: Sequence[int]
-    costs: Sequence[float] = ()
-
-    def stage_of(self, call: int) -> int:
-        """Returns the stage of call number `call`."""
-        return sum(begin <= call for begin in self.begins) - 1
-
-    def calls_of(self, stage: int) -> Sequence[keras_stages.Call]:
-        """Returns the calls of a stage."""
-        end = self.begins[stage + 1] if stage + 1 < len(self.begins) else len(self.calls)
-        return self.calls[self.begins[stage] : end]
-
-    def variables_of(self, stage: int) -> list[Any]:
-        """Returns the variables of a stage's layers, without layers that an earlier stage has called too."""
-        earlier = {id(call.operation) for call in self.calls[: self.begins[stage]]}
-        layers = {id(call.operation): call.operation for call in self.calls_of(stage)}
-        own = [layer for key, layer in layers.items() if key not in earlier and isinstance(layer, keras.Layer)]
-        return list({id(variable): variable for layer in own for variable in layer.variables}.values())
-
-    def parameters_of(self, stage: int) -> int:
-        """Returns the number of parameters of a stage."""
-        return sum(math.prod(variable.shape) for variable in self.variables_of(stage))
-
-    def layers_of(self, stage: int) -> list[str]:
-        """Returns the names of a stage's layers, with the names of the models that contain them."""
-        return list(dict.fromkeys("/".join(call.path) for call in self.calls_of(stage)))
-
-    def described(self, devices: Sequence[str]) -> list[dict[str, Any]]:
-        """Returns the device, layers and parameters of each stage; `devices` has one device per stage."""
-        return [
-            {"device": device, "layers": self.layers_of(stage), "parameters": self.parameters_of(stage)}
-            for stage, device in enumerate(devices)
-        ]
-
-    def bytes_across(self, cut: int) -> int:
-        """Returns the bytes per example that a forward pass sends across the cut before stage number `cut`."""
-        begin = self.begins[cut]
-        used = {id(tensor) for call in self.calls[begin:] for tensor in call.inputs}
-        used |= {id(tensor) for tensor in self.functional.outputs}
-        sent = {id(tensor): tensor for call in self.calls[:begin] for tensor in call.outputs if id(tensor) in used}
-        return sum(bytes_of(tensor, 1) for tensor in sent.values())
+@contextlib.contextmanager
+def on_stages(plans: Mapping[int, Plan], devices: Sequence[str]) -> Iterator[None]:
+    """Within this context, the models of `plans`, by the `id` of their graphs, run on `devices`, one per stage."""
+    previous = dict(vars(_thread))
+    _thread.plans, _thread.devices = plans, devices
+    try:
+        with keras_stages.around_operations(_begin, _around):
+            yield
+    finally:
+        vars(_thread).clear()
+        vars(_thread).update(previous)
 
 
-def require_number_of_names(named: Sequence[str] | None, count: int, units: str, change: str) -> None:
-    """Raises `UsageError` if `named` has no layer for each of `count` stages after the first.
-
-    Args:
-        named: the first layer of each stage after the first; `None` is always accepted.
-        count: the number of stages.
-        units: the things that there are `count` of, in the message.
-        change: how to get another number of them, with `{}` for the number.
-    """
-    if named is not None and len(named) != count - 1:
-        raise UsageError(
-            f"`stages` names the first layer of {len(named)} stages after the first, and there are {count} {units}",
-            f"name {count - 1} layers, or {change.format(len(named) + 1)}",
-        )
+class _ThreadState(threading.local):
+    plans: Mapping[int, Plan] = {}
+    plan: Plan | None = None  # the plan of the model that runs
+    devices: Sequence[str] = ()
+    call = 0
 
 
-def require_cuttable(model: Any, stages: int) -> None:
-    """Raises `UsageError` for a model whose operations are unknown, or that has fewer than `stages` layers."""
-    functional = keras_stages.functional_of(model)
-    if functional is None:
-        if isinstance(model, keras.Sequential) and not model.built:
-            return
-        raise UsageError(
-            f"The model `{model.name}` cannot be cut into stages, because it has a custom `call`",
-            "build it from layers with `keras.Model(inputs, outputs)` or `keras.Sequential`, or use `devices=1`",
-        )
-    count = len(keras_stages.calls(model))
-    if stages > count:
-        raise UsageError(
-            f"{stages} stages were requested, and the model `{model.name}` has {count} layers",
-            f"use at most `devices={count}`",
-        )
+_thread = _ThreadState()
 
 
-def make(
-    model: Any, stages: int, named: Sequence[str] | None, balance: str, batch_size: int, micro_batches: int
-) -> Plan:
-    """Divides a model into stages.
-
-    Args:
-        model: a functional or sequential model that is built.
-        stages: the number of stages.
-        named: the first layer of each stage after the first; `None` lets `balance` choose.
-        balance: "time" minimizes the time of the slowest stage, "memory" the memory of the largest one.
-        batch_size: the number of examples in a micro-batch.
-        micro_batches: the number of micro-batches whose activations a stage stores.
-
-    Raises:
-        UsageError: the model cannot be cut, has fewer layers, or the named layers are not in order.
-        UnknownNameError: the model has no layer with a name in `named`.
-    """
-    require_cuttable(model, stages)
-    functional = keras_stages.functional_of(model)
-    if functional is None:
-        raise UsageError(
-            f"The model `{model.name}` would be built in its first eager step, and must be cut before that",
-            "begin it with `keras.Input(shape)`, or compile it without `run_eagerly`",
-        )
-    calls = keras_stages.calls(model)
-    if named is not None:
-        return Plan(functional, calls, _begins(model, calls, named))
-    if stages == 1:
-        return Plan(functional, calls, [0])
-    costs = measured(calls, batch_size, micro_batches, balance, model)
-    return Plan(functional, calls, balanced(costs, stages), costs)
+def _begin(functional: Any) -> None:
+    if id(functional) in _thread.plans:
+        _thread.plan, _thread.call = _thread.plans[id(functional)], 0
 
 
-def _begins(model: Any, calls: Sequence[keras_stages.Call], named: Sequence[str]) -> list[int]:
-    known = list(dict.fromkeys(name for call in calls for name in call.path))
-    for name in named:
-        registry.require_known(name, f"layer of the model `{model.name}`", known)
-    begins = [next(i for i, call in enumerate(calls) if name in call.path) for name in named]
-    if [0, *begins] != sorted({0, *begins}):
-        raise UsageError(
-            f"`stages` is {', '.join(named)}, and these layers do not follow each other in the model `{model.name}`",
-            f"name the layers in order, without the first layer; the order is {', '.join(known)}",
-        )
-    return [0, *begins]
+def _around(functional: Any, operation: Any, run: Callable[[], Any]) -> Any:
+    plan = _thread.plan
+    if plan is None or keras_stages.functional_of(operation) is not None:  # its inner operations are passed here too
+        return run()
+    if _thread.call >= len(plan.calls) or plan.calls[_thread.call].operation is not operation:
+        return run()  # an operation of another model
+    stage = plan.stage_of(_thread.call)
+    _thread.call += 1
+    with tf.device(_thread.devices[stage]), tf.name_scope(stage_names.scope(stage, 0)):
+        return run()

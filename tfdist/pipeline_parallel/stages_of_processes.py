@@ -30,14 +30,12 @@ from tfdist.jobs import consensus
 from tfdist.jobs.world import World
 from tfdist.loop.partitioned_program import PartitionedPredictProgram, PartitionedProgram
 from tfdist.optimizers.sharded import DividedOptimizer, divide, local
-from tfdist.options import Count
-from tfdist.pipeline_parallel import delayed, placement, plan
+from tfdist.pipeline_parallel import delayed, plan
 from tfdist.pipeline_parallel.delayed import DelayedProgram
 from tfdist.pipeline_parallel.local_stages import examples_of_part, require_examples
 from tfdist.pipeline_parallel.plan import Balance, LayerNames, Plan
-from tfdist.pipeline_parallel.schedule import Schedule
-from tfdist.pipeline_parallel.stage_mesh import Exchange, StageMesh
-from tfdist.pipeline_parallel.staged_graph import ONE_PROCESS
+from tfdist.pipeline_parallel.schedule import DELAYED, Schedule
+from tfdist.pipeline_parallel.stage_mesh import ONE_PROCESS, Exchange, StageMesh
 from tfdist.training.job_strategy import JobStrategy, needs_whole_state
 
 if TYPE_CHECKING:
@@ -231,38 +229,34 @@ _stage_optimizer: Attached[StageOptimizer] = Attached("stage_optimizer")
 class StagesOfProcesses(JobStrategy):
     """Trains one stage of a model in each process of the job; see `tfdist.strategies.pipeline`.
 
+    A subclass sets the attributes before it calls the constructor.
+
     Args:
+        options: see `tfdist.training.job_strategy.JobStrategy`.
+
+    Attributes:
         micro_batches: the number of parts into which a global batch is split.
         schedule: "gpipe", "1f1b" or "2bw", see `tfdist.pipeline_parallel.schedule`.
         balance: what is balanced between the stages: "time", which the chief measures, or "memory".
-        stages: the name of the first layer of each stage after the first; `None` lets `balance` choose.
-        options: see `tfdist.training.job_strategy.JobStrategy`.
+        first_layers: the name of the first layer of each stage after the first; `None` lets `balance` choose.
     """
 
-    name = "pipeline"
+    micro_batches: int
+    schedule: Schedule
+    balance: Balance
+    first_layers: LayerNames
 
-    def __init__(
-        self,
-        *,
-        micro_batches: Count = 4,
-        schedule: Schedule = "gpipe",
-        balance: Balance = "time",
-        stages: LayerNames = None,
-        job_settings: Mapping[str, str] | None = None,
-        **options: Any,
-    ):
-        self.micro_batches, self._schedule, self._balance, self._named = micro_batches, schedule, balance, stages
+    def __init__(self, *, job_settings: Mapping[str, str] | None = None, **options: Any):
         common_settings = {
-            "micro_batches": str(micro_batches),
-            "schedule": schedule,
-            "balance": balance,
-            "stages": ",".join(stages or ()) or "chosen",
+            "micro_batches": str(self.micro_batches),
+            "schedule": self.schedule,
+            "balance": self.balance,
+            "stages": ",".join(self.first_layers or ()) or "chosen",
         }
         self._examples: int | None = None
         self._plans: dict[int, Plan] = {}  # by the `id` of the graph of the model
         self._layers: list[str] = []  # the layers of each stage of the current model
         self._owners: dict[int, tuple[weakref.ref[tf.Variable], int]] = {}  # by the `id`s of handles
-        self.as_one_device = schedule != delayed.NAME
         super().__init__(job_settings=dict(job_settings or {}) | common_settings, **options)
         self.compare_first_step = False  # no process can compute the whole step
 
@@ -272,7 +266,7 @@ class StagesOfProcesses(JobStrategy):
 
     def set_up(self) -> None:
         super().set_up()
-        plan.require_number_of_names(self._named, self.world.world_size, "processes", "start {} processes")
+        plan.require_number_of_names(self.first_layers, self.world.world_size, "processes", "start {} processes")
 
     def make_mesh(self) -> StageMesh:
         assert isinstance(self.group, ArrayGroup)
@@ -281,7 +275,7 @@ class StagesOfProcesses(JobStrategy):
         return StageMesh(
             self.devices[0],
             self.micro_batches,
-            self._schedule,
+            self.schedule,
             self.exchange_of_stages,
             *stages,
             self._owner,
@@ -310,7 +304,7 @@ class StagesOfProcesses(JobStrategy):
         with contextlib.ExitStack() as stack:
             stack.enter_context(keras_stages.accessible(model.variables))
             if id(functional) in self._plans:
-                stack.enter_context(placement.on_stages(self._plans, [self.devices[0]] * self.world.world_size))
+                stack.enter_context(plan.on_stages(self._plans, [self.devices[0]] * self.world.world_size))
                 for optimizer in keras_internals.optimizers(model):
                     stage_optimizer = _stage_optimizer.get(optimizer)
                     if stage_optimizer is not None:
@@ -350,7 +344,7 @@ class StagesOfProcesses(JobStrategy):
                 "runs graphs",
                 f"remove it, or {ONE_PROCESS}",
             )
-        if self._schedule == delayed.NAME:
+        if self.schedule == DELAYED:
             delayed.require_keras_step(model)
 
     def program(self, steps: Steps) -> Program:
@@ -363,7 +357,7 @@ class StagesOfProcesses(JobStrategy):
         self._place(steps.model)
         if steps.kind == "predict":
             return StagePredictProgram(self, steps)
-        late = delayed.is_delayed(self._schedule, steps.kind)
+        late = delayed.is_delayed(self.schedule, steps.kind)
         return (DelayedStageProgram if late else StageProgram)(self, steps)
 
     def before_checkpoint(self, model: Any) -> None:
@@ -411,8 +405,8 @@ class StagesOfProcesses(JobStrategy):
         """Returns the plan of the chief, which measures times."""
         count, begins = self.world.world_size, None
         part = examples_of_part(self._examples, self.micro_batches)
-        if self.world.is_chief or self._balance != "time" or self._named is not None:
-            begins = list(plan.make(model, count, self._named, self._balance, part, self.micro_batches).begins)
+        if self.world.is_chief or self.balance != "time" or self.first_layers is not None:
+            begins = list(plan.make(model, count, self.first_layers, self.balance, part, self.micro_batches).begins)
         begins = consensus.broadcast_from_chief(self, begins)
         return Plan(keras_stages.functional_of(model), keras_stages.calls(model), begins)
 
@@ -463,10 +457,6 @@ class StagesOfProcesses(JobStrategy):
         made = self._plans.get(id(keras_stages.functional_of(model)))
         devices = [f"{self.world.named(number)}, {self.devices[0]}" for number in range(self.world.world_size)]
         return [] if made is None else made.described(devices)
-
-    def options(self) -> dict[str, Any]:
-        options = {"micro_batches": self.micro_batches, "schedule": self._schedule, "balance": self._balance}
-        return super().options() | options | {"stages": self._named and list(self._named)}
 
     def named(self, error: ClusterError) -> ClusterError:
         """Returns `error` with the stages and the layers of the processes that it names."""

@@ -1,15 +1,28 @@
-"""Synchronization of processes that train independently: what they exchange, and what is measured.
+"""Synchronization of processes that train independently: what they exchange, when, and what is measured.
+
+`Averages` synchronizes all weights at once. `Streaming` synchronizes one fragment of the weights at a time, while steps
+go on:
+
+    at step s          fragment p of P is sent, where s - (p + 1) H / P is a multiple of H = `sync_every`
+    at step s + tau    the outer optimizer updates the common weights with the mean of what was sent at step s, and the
+                       weights become mixing * (those of this process) + (1 - mixing) * (the new common weights)
+
+At the end of an epoch, and at a checkpoint within it, the fragments on their way are taken in, and then all fragments
+are synchronized.
 
 Sources: Stich, Local SGD converges fast and communicates little, ICLR 2019; on averaging the slots of optimizers, Wang
-et al., SlowMo, arXiv 1910.00643.
+et al., SlowMo, arXiv 1910.00643; on fragments, Douillard et al., Streaming DiLoCo with overlapping communication, arXiv
+2501.18512.
 """
 
 from __future__ import annotations
 
+import concurrent.futures
 import json
 import math
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import keras
@@ -141,10 +154,8 @@ class Averages:
     def end_epoch(self) -> dict[str, float]:
         """Synchronizes; returns the logs of the epoch: `disagreement` and `sync_seconds`."""
         self.synchronize()
-        seconds = np.array([self._seconds], np.float64)
-        self.group.sum_in_place(seconds)
         disagreement = float(np.mean(self._disagreements)) if self._disagreements else 0.0
-        return {"disagreement": disagreement, "sync_seconds": float(seconds[0]) / self.group.size}
+        return {"disagreement": disagreement, "sync_seconds": self.sum_over_processes(self._seconds) / self.group.size}
 
     def _agree_on_shares(self) -> bool:
         """Computes the weights of the processes in the mean; returns whether any has seen examples."""
@@ -183,7 +194,7 @@ class Averages:
             if not outer.weighted_by_examples:
                 self._shares = self.shares_of_processes()
             if feedback is None:
-                local = outer.packed_weights()
+                local = outer.packed.read()
                 averaged = np.concatenate([self.mean(piece) for piece in pieces(local)])
             else:
                 local, averaged = feedback.exchange(self._all_gather, self._shares, self.group.rank)
@@ -207,9 +218,98 @@ class Averages:
 
     def _note_distance(self, squared_distance: float) -> None:
         """Notes the root mean square over the processes of their distances from the mean."""
-        total = np.array([squared_distance], np.float64)
+        self._disagreements.append(math.sqrt(self.sum_over_processes(squared_distance) / self.group.size))
+
+    def sum_over_processes(self, value: float) -> float:
+        """The sum of the `value`s of all processes, which call this at the same time."""
+        total = np.array([value], np.float64)
         self.group.sum_in_place(total)
-        self._disagreements.append(math.sqrt(total[0] / self.group.size))
+        return float(total[0])
+
+
+class Streaming(Averages):
+    """Synchronizes fragments of the weights.
+
+    Args:
+        group: the processes of the job.
+        model: compiled and built, with the slots of its optimizers.
+        fragments: the outer optimizer of each fragment.
+        sync_every: the number of steps between two synchronizations of a fragment.
+        overlap: the number of steps while a fragment is on its way, fewer than `sync_every`.
+    """
+
+    def __init__(self, group: Any, model: Any, fragments: Sequence[OuterOptimizer], sync_every: int, overlap: int):
+        super().__init__(group, model, fragments)
+        self._fragments, self._every, self._overlap = fragments, sync_every, overlap
+        self._offsets = [(number + 1) * sync_every // len(fragments) for number in range(len(fragments))]
+        self._examples_of = [0] * len(fragments)  # since each fragment was last sent
+        self._transfers: dict[int, _Transfer] = {}
+        self._thread = concurrent.futures.ThreadPoolExecutor(1, "fragments")
+
+    def note(self, examples: int) -> None:
+        super().note(examples)
+        self._examples_of = [seen + examples for seen in self._examples_of]
+
+    def steps_until_next(self, step: int) -> int:
+        sends = [self._every - (step - offset) % self._every for offset in self._offsets]
+        return min([*sends, *(transfer.due - step for transfer in self._transfers.values())])
+
+    def after_steps(self, step: int) -> None:
+        """Takes in, and sends, the fragments that are due after `step` steps of the epoch."""
+        for number in [number for number, transfer in self._transfers.items() if transfer.due == step]:
+            self._take_in(number)
+        for number, offset in enumerate(self._offsets):
+            if (step - offset) % self._every == 0:
+                self._send(number, step + self._overlap)
+                if not self._overlap:
+                    self._take_in(number)
+
+    def end_call(self) -> None:
+        """Waits until no fragment is on its way, so that the group can be used; they are taken in when due."""
+        concurrent.futures.wait([transfer.mean for transfer in self._transfers.values()])
+
+    def take(self) -> None:
+        for number in list(self._transfers):
+            self._take_in(number)
+        for number in range(len(self._fragments)):
+            self._send(number, 0)
+            self._take_in(number)
+        self._average_parts()
+
+    def _send(self, number: int, due: int) -> None:
+        began = time.perf_counter()
+        self.end_call()  # only one thread at a time may use the process group
+        examples = self._exchange_status(self._examples_of[number])
+        self._examples_of[number] = 0
+        if sum(examples):
+            share = examples[self.group.rank] / sum(examples)
+            local = self._fragments[number].packed.read()
+            self._transfers[number] = _Transfer(due, local, self._thread.submit(self._mean_of, local, share))
+        self._seconds += time.perf_counter() - began
+
+    def _mean_of(self, local: np.ndarray, share: float) -> np.ndarray:
+        return np.concatenate([mean_over_processes(self.group, piece, share) for piece in pieces(local)])
+
+    def _take_in(self, number: int) -> None:
+        if number not in self._transfers:  # no process has seen an example since the fragment was last sent
+            return
+        began = time.perf_counter()
+        self.end_call()
+        transfer = self._transfers.pop(number)
+        mean = transfer.mean.result()
+        self._note_distance(squared_norm(transfer.local - mean))
+        self._fragments[number].update(mean, learning_rate(self._model))
+        self.taken += 1
+        self._seconds += time.perf_counter() - began
+
+
+@dataclass
+class _Transfer:
+    """A fragment on its way."""
+
+    due: int  # the step of the epoch at which it is taken in
+    local: np.ndarray  # the weights that this process has sent, float32 `[n]`
+    mean: concurrent.futures.Future[np.ndarray]  # over all processes
 
 
 def mean_over_processes(group: Any, values: np.ndarray, share: float) -> np.ndarray:
@@ -229,7 +329,8 @@ class _ErrorFeedback:
     def __init__(self, outer: OuterOptimizer, encoding: str):
         self._encoding = encoding
         self.lost = outer.new_variables("lost")
-        self._common, self._weights, self._lost = map(PackedVariables, (outer.common, outer.weights, self.lost))
+        self._weights = outer.packed
+        self._common, self._lost = PackedVariables(outer.common), PackedVariables(self.lost)
 
     def exchange(
         self, all_gather: Callable[[str, np.ndarray], list[np.ndarray]], shares: Sequence[float], rank: int
@@ -307,16 +408,17 @@ def trained_weights(model: Any) -> list[Any]:
 def _slots(model: Any) -> list[Any]:
     """The slots of the model's optimizers: their variables that have the shape of a weight."""
     shapes = {tuple(variable.shape) for variable in model.trainable_variables} - {()}
-    return [v for v in _optimizer_variables(model) if _is_float(v) and tuple(v.shape) in shapes]
+    return [v for v in optimizer_variables(model) if _is_float(v) and tuple(v.shape) in shapes]
 
 
 def _counters(model: Any) -> list[Any]:
     """The seeds and counters of a model and its optimizers, which are integers."""
-    variables = {id(v): v for v in [*model.variables, *_optimizer_variables(model)]}.values()
+    variables = {id(v): v for v in [*model.variables, *optimizer_variables(model)]}.values()
     return [v for v in map(tf_variable, variables) if v.dtype.is_integer and _size(v) <= MOST_COUNTERS]
 
 
-def _optimizer_variables(model: Any) -> list[Any]:
+def optimizer_variables(model: Any) -> list[Any]:
+    """The variables of all optimizers of `model`: slots, counts and learning rates."""
     return [variable for optimizer in keras_internals.optimizers(model) for variable in optimizer.variables]
 
 

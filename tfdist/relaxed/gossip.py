@@ -18,7 +18,6 @@ import numpy as np
 
 from tfdist.internals import keras as keras_internals
 from tfdist.relaxed.averages import Averages
-from tfdist.relaxed.compression import PackedVariables
 from tfdist.relaxed.gossip_rules import Machine, Messages
 from tfdist.relaxed.outer import SharedMean
 
@@ -40,7 +39,7 @@ class Gossip(Averages):
     def __init__(self, group: Any, model: Any, shared: SharedMean, machine: Machine):
         super().__init__(group, model, [shared])
         self._machine = machine
-        self._variables = PackedVariables(shared.weights)
+        self._packed = shared.packed
         self._before = np.zeros(0, np.float32)  # the weights before the step
         # The number of messages with weights so far, to and from each process.
         self._sent, self._received = [0] * group.size, [0] * group.size
@@ -59,7 +58,7 @@ class Gossip(Averages):
         return 1
 
     def before_steps(self) -> None:
-        self._before = self._packed()
+        self._before = self._current_weights()
         if not self._machine.waits:
             self._send(self._machine.begin(self._before))
         self._weights = None
@@ -69,7 +68,7 @@ class Gossip(Averages):
         began = time.perf_counter()
         if self._machine.waits:
             self._send(self._machine.begin(self._before))
-        self._send(self._machine.stepped(self._packed()))
+        self._send(self._machine.stepped(self._current_weights()))
         for other in self._machine.expected:
             self._machine.receive(other, self.group.receive(other, WEIGHTS))
         self._finish()
@@ -101,13 +100,11 @@ class Gossip(Averages):
 
     def end_epoch(self) -> dict[str, float]:
         logs = super().end_epoch()
-        messages = np.array([self._messages], np.float64)
-        self.group.sum_in_place(messages)
-        return logs | {"messages": float(messages[0])}
+        return logs | {"messages": self.sum_over_processes(self._messages)}
 
-    def _packed(self) -> np.ndarray:
+    def _current_weights(self) -> np.ndarray:
         if self._weights is None:
-            self._weights = self._variables.read()
+            self._weights = self._packed.read()
         return self._weights
 
     def _poll(self) -> None:
@@ -122,8 +119,8 @@ class Gossip(Averages):
             self._received[other] += 1
         if not (self._machine.waits or senders):
             return False
-        self._weights, messages = self._machine.finish(self._packed())
-        self._variables.assign(self._weights)
+        self._weights, messages = self._machine.finish(self._current_weights())
+        self._packed.assign(self._weights)
         self._send(messages)
         return True
 

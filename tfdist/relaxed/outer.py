@@ -30,6 +30,7 @@ class OuterOptimizer:
 
     Attributes:
         common: the common weights.
+        packed: reads and assigns the weights of this process as one array.
         averages_slots: the slots of the optimizer are averaged with the weights; otherwise each process keeps its own.
         weighted_by_examples: the mean is weighted by the examples that each process has seen; otherwise the processes
             have equal weights.
@@ -42,8 +43,10 @@ class OuterOptimizer:
         self.weights = list(weights)
         self._device = device
         self.common = self.new_variables("start")
-        self._packed = PackedVariables(self.weights)
-        self._update_in_graph = tf.function(self._update_from_flat, autograph=False)
+        self.packed = PackedVariables(self.weights)
+        self._update_in_graph = tf.function(
+            lambda mean, learning_rate: self._update(unpacked(mean, self.weights), learning_rate), autograph=False
+        )
 
     def new_variables(self, prefix: str) -> list[Any]:
         """Makes a Keras variable of zeros, float32, for each weight; checkpoints identify them by the `prefix`."""
@@ -74,10 +77,6 @@ class OuterOptimizer:
     def show_common_weights(self) -> None:
         """Assigns the common weights to the model; does nothing where `update` has done so."""
 
-    def packed_weights(self) -> np.ndarray:
-        """The weights of this process, concatenated: float32 `[n]`."""
-        return self._packed.read()
-
     def update(self, mean: np.ndarray, learning_rate: float) -> None:
         """Computes the new weights.
 
@@ -86,9 +85,6 @@ class OuterOptimizer:
             learning_rate: the learning rate of the last steps.
         """
         self._update_in_graph(tf.constant(mean), tf.constant(learning_rate, tf.float32))
-
-    def _update_from_flat(self, mean: tf.Tensor, learning_rate: tf.Tensor) -> None:
-        self._update(unpacked(mean, self.weights), learning_rate)
 
     def _update(self, means: Sequence[tf.Tensor], learning_rate: tf.Tensor) -> None:
         raise NotImplementedError

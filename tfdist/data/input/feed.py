@@ -17,8 +17,8 @@ the graph's side: a `Batches` fetches a global batch and cuts the part of each r
     job_feeds.local   LocalBatches          a batch of this process alone
     JoinedFeed        JoinedBatches         a batch of this process; those of all processes make the global batch
 
-`tfdist.parameter_server` adds variants for batches that workers read or are sent, and `tfdist.relaxed.local_batches`
-for processes that train without the others. `DataPasses` tracks the position of a `fit`, `evaluate` or `predict` in the
+`tfdist.parameter_server` adds variants for batches that workers read or are sent, and `tfdist.relaxed.local_sgd` for
+processes that train without the others. `DataPasses` tracks the position of a `fit`, `evaluate` or `predict` in the
 passes over its data.
 """
 
