@@ -10,6 +10,8 @@ from click.testing import CliRunner
 from tfdist import advise
 from tfdist.advisor import costs, measured
 from tfdist.advisor.costs import Compute, Link
+from tfdist.run import schema
+from tfdist.run.schema import EpochRecord
 
 COMPUTE = Compute(fixed_seconds=0.002, example_seconds=0.0001)
 FAST, SLOW = Link(1e-6, 1e11), Link(1e-3, 1e7)
@@ -64,6 +66,18 @@ def test_processes_of_one_machine_have_the_cost_that_was_measured_together():
 def test_a_line_through_two_noisy_measurements_has_no_cost_below_zero():
     assert Compute.through((32, 0.010), (64, 0.009)) == Compute(0.010, 0.0)
     assert Compute.through((32, 0.001), (64, 0.010)).fixed_seconds == 0.0
+
+
+def test_the_first_epoch_of_a_measured_run_only_warms_up(monkeypatch, tmp_path):
+    def records(work, batch_size, processes, folder):
+        record = schema.example()
+        for number, step_seconds in enumerate((9.0, 0.001 * batch_size, 0.003 * batch_size), start=1):
+            record.epochs.append(EpochRecord.from_logs(number, {"step_seconds": step_seconds}, 1.0, 0.0))
+        return [record]
+
+    monkeypatch.setattr(measured, "run_side_by_side", records)
+    found, _ = measured.compute(measured.Work({}, 64, 1000, (0,)), 1, tmp_path)
+    assert found.seconds(64) == pytest.approx(0.002 * 64)
 
 
 WORK = ["--model", "mlp", "--dataset", "digits"]

@@ -127,6 +127,16 @@ class TestThroughput:
         history = fit([throughput, Stop()], compiled_model(steps_per_execution=steps_per_execution)).history
         assert throughput.train_seconds / history["step_seconds"][0] == pytest.approx(4)
 
+    def test_an_epoch_cut_short_counts_only_the_examples_of_its_steps(self):
+        class Stop(keras.callbacks.Callback):
+            def on_train_batch_end(self, batch, logs=None):
+                self.model.stop_training = batch >= 3
+
+        throughput, model = Throughput(), compiled_model()
+        callbacks = [throughput, Stop()]
+        history = tfdist.strategy("single").fit(model, X, Y, batch_size=7, callbacks=callbacks, verbose=0).history
+        assert history["examples_per_second"][0] * throughput.train_seconds == pytest.approx(4 * 7)
+
     def test_a_resumed_epoch_counts_only_the_steps_it_runs(self):
         counter = StepCounter()
         counter.begin_epoch(10)

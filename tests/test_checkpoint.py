@@ -746,6 +746,14 @@ class TestOtherCallbacks:
         assert len(again["history"]["loss"]) == 5
         assert again == ended
 
+    def test_the_last_epoch_of_a_run_that_a_callback_ends_is_saved(self, tmp_path):
+        class Ends(keras.callbacks.Callback):
+            def on_epoch_end(self, epoch, logs=None):
+                self.model.stop_training = epoch == 1
+
+        run(callbacks=[Ends(), Checkpoint(tmp_path, every_epochs=4)], epochs=6)
+        assert names(tmp_path) == [f"step-{2 * STEPS:08}.ckpt"]
+
     def test_a_state_that_no_file_can_hold_is_refused_by_name(self, tmp_path):
         class Own(Rates):
             def checkpoint_state(self):

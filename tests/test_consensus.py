@@ -3,6 +3,7 @@
 import json
 from typing import ClassVar
 
+import numpy as np
 import pytest
 
 from tfdist.errors import DisagreementError
@@ -68,3 +69,10 @@ def test_processes_that_do_different_things_are_told_apart():
         DisagreementError, match=r"worker 0 .* and worker 2 .*: compares its data, worker 1 .*: is about"
     ):
         consensus.all_gather_object(Peers([0, 0, 0], doings), 0, "compares its data")
+
+
+def test_arrays_of_another_shape_or_dtype_are_other_data_although_their_bytes_are_the_same():
+    values = np.arange(6, dtype=np.int32)
+    different = [values, values.reshape(2, 3), values.reshape(3, 2), values.view(np.float32)]
+    assert len({consensus.fingerprint_of_arrays([array]) for array in different}) == 4
+    assert consensus.fingerprint_of_arrays([values.copy()]) == consensus.fingerprint_of_arrays([values])

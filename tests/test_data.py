@@ -48,9 +48,8 @@ needs_prepared_files = pytest.mark.skipif(
 def numbered(examples: int) -> Source:
     """A source whose x is the number of the example."""
     x = np.arange(examples, dtype=np.float32)[:, np.newaxis]
-    return Source.from_arrays(
-        "numbered", classes=3, train=(x, np.arange(examples) % 3), test=(x, np.arange(examples) % 3)
-    )
+    y = np.arange(examples) % 3
+    return Source.from_arrays("numbered", classes=3, train=(x, y), validation=(x, y), test=(x, y))
 
 
 def rank_batches(source: Source, split: str, batch: int, world_size: int, **options) -> list[list[list[int]]]:
@@ -205,7 +204,8 @@ def test_the_order_follows_from_seed_and_epoch_alone():
 
 def test_only_training_examples_are_shuffled_by_default():
     data = numbered(20)
-    assert flat(joined(rank_batches(data, "test", 8, 1))) == list(range(20))
+    for split in ("validation", "test"):
+        assert flat(joined(rank_batches(data, split, 8, 1))) == list(range(20))
     assert flat(joined(rank_batches(data, "train", 8, 1))) != list(range(20))
 
 

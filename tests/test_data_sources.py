@@ -243,6 +243,17 @@ def test_the_target_is_one_word_later_than_what_the_decoder_sees():
     np.testing.assert_array_equal(x["target"][:, 1:][there], y[:, :-1][there])
 
 
+def test_a_sentence_that_is_cut_has_an_end_too(tmp_path):
+    (tmp_path / "a").write_text("one two three four\nfive\n")
+    (tmp_path / "b").write_text("eins zwei drei vier\nsechs\n")
+    data = load("parallel_text", tmp_path, train="a,b", length=2)
+    x, y = data.arrays("train")
+    assert [words_of(row, data.spec.vocabulary) for row in x["source"]] == [["one", "two"], ["five"]]
+    seen, shall = ([words_of(row, data.spec.target_vocabulary) for row in rows] for rows in (x["target"], y))
+    assert seen == [["<start>", "eins", "zwei"], ["<start>", "sechs"]]
+    assert shall == [["eins", "zwei", "<end>"], ["sechs", "<end>"]]
+
+
 def test_texts_that_are_not_parallel_are_refused_and_a_bad_line_takes_its_pair_along(tmp_path):
     (tmp_path / "a").write_bytes(b"one\ntwo\nthree\n")
     (tmp_path / "b").write_bytes(b"eins\nzw\xffei\ndrei\n")

@@ -352,6 +352,15 @@ class TestMachine:
         ("files", "own"),
         [
             ({"a/b/cpu.max": "max 100000", "a/cpu.max": "150000 100000", "a/memory.max": "1073741824"}, "0::/a/b"),
+            (
+                {
+                    "a/b/cpu.max": "300000 100000",
+                    "a/cpu.max": "150000 100000",
+                    "a/b/memory.max": "1073741824",
+                    "a/memory.max": "2147483648",
+                },
+                "0::/a/b",
+            ),
             # In a container the limits are at the top, whatever the name that the process knows.
             ({"cpu.max": "150000 100000", "memory.max": "1073741824"}, "0::/docker/0123"),
             (
@@ -364,7 +373,7 @@ class TestMachine:
                 "5:cpu,cpuacct:/x\n3:memory:/x",
             ),
         ],
-        ids=["version 2", "a container", "version 1"],
+        ids=["version 2", "the tightest counts", "a container", "version 1"],
     )
     def test_the_limits_of_a_container_are_read_as_the_kernel_writes_them(self, tmp_path, files, own):
         for name, text in files.items():

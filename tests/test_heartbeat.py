@@ -352,6 +352,15 @@ def test_a_process_whose_program_has_ended_is_gone_only_after_the_whole_timeout(
     assert job.errors == [None] * 13
 
 
+def test_a_process_whose_program_has_ended_may_be_missed_for_longer_than_one_that_was_killed(monkeypatch, start):
+    monkeypatch.setattr("tfdist.jobs.heartbeat_tree.LONGEST_GRACE_SECONDS", 0.2)
+    job = start(*[BUSY] * 4, seconds=4.0)
+    job.all[1].close()
+    job.wait_for(lambda: all(job.lost(rank) == {1} for rank in (0, 2, 3)))
+    job.work(1.5)  # one that was killed would be given up after 0.2 s
+    assert job.errors == [None] * 4
+
+
 def test_a_process_knows_of_all_others_through_few_connections(start):
     job = start(*[WAITS] * 39, BUSY, seconds=2.0)
     job.wait_for(lambda: all(one._tree.whole.waiting == SIZE - 1 for one in job.all))

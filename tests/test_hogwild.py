@@ -243,6 +243,23 @@ def test_two_threads_are_in_a_step_at_the_same_time():
     assert history["staleness_max"][0] >= 1
 
 
+class MeetsAndCounts(Meets):
+    """Counts the examples of the steps in a state of the model."""
+
+    def build(self, shape):
+        self.seen = self.add_weight(shape=(), initializer="zeros", dtype="int32", trainable=False)
+
+    def call(self, inputs, training=False):
+        if training:
+            self.seen.assign_add(tf.shape(inputs)[0])
+        return super().call(inputs)
+
+
+def test_what_two_steps_add_to_a_state_of_the_model_at_the_same_time_is_all_in_it():
+    model, _ = trained_by_two(MeetsAndCounts())
+    assert int(model.layers[0].seen.numpy()) == 40
+
+
 class Fails(keras.layers.Layer):
     calls = 0
 

@@ -240,6 +240,13 @@ probability = 1.0
 """
 
 
+def test_each_seed_of_a_study_has_weights_and_an_order_of_its_own():
+    case = matrix.Case(model="mlp", dataset="digits", batch_size=64, examples=64, epochs=1)
+    entry, runner = matrix.Entry(algorithm="asp", label="ASP"), simulation.Runner()
+    losses = [runner.last_epoch(matrix.Run(matrix.Machine(), case, entry, 1, seed)).loss for seed in (0, 1, 0)]
+    assert losses[0] == losses[2] != losses[1]
+
+
 @pytest.mark.thorough
 def test_a_study_runs_everything_once_and_writes_a_table_and_a_picture(tmp_path):
     (tmp_path / "study.toml").write_text(STUDY)

@@ -18,11 +18,14 @@ import tensorflow as tf
 
 from tfdist import groups
 from tfdist.errors import ClusterError, DisagreementError, UsageError
+from tfdist.groups import joining
+from tfdist.groups.arrays import ArrayGroup
 from tfdist.groups.socket_group import SocketGroup
 from tfdist.groups.sockets import costs, hosts, messages
 from tfdist.groups.sockets.operations import ALL_REDUCE, HEADER, Operation
 from tfdist.groups.sockets.ring import Ring
 from tfdist.jobs.connections import Hello, Member, as_line
+from tfdist.jobs.tf_config import Task
 from tfdist.jobs.world import World
 
 # The number of processes, and of the hosts that they are on: one, as many, and some in between.
@@ -183,6 +186,17 @@ def test_an_agreement_takes_the_same_bytes_per_connection_however_many_agree():
     few, many = together(3, sent), together(30, sent)
     assert few[1] == many[29]  # both have no children
     assert sum(few) / 2 == sum(many) / 29
+
+
+def test_an_exchange_that_is_a_part_of_another_one_is_counted_once():
+    group = ArrayGroup()
+    for _ in range(2):
+        with group.counted(8) as received:
+            with group.counted(8) as received_within:
+                received_within(16)
+            received(16)
+    found = group.exchanged()
+    assert (found.exchanges, found.sent_bytes, found.received_bytes) == (2, 2 * 8, 2 * 16)
 
 
 def test_connections_grow_with_the_number_of_processes_and_not_with_its_square():
@@ -480,6 +494,32 @@ def test_who_is_silent_is_named_after_the_timeout():
     errors = together(2, use, timeout_seconds=1.0)
     assert "silent for 1 s: worker 1" in errors[0].sentence
     assert 0.9 < time.monotonic() - began < 5
+
+
+def test_a_job_that_is_joined_has_its_own_timeout_and_not_that_of_its_start():
+    listeners = [socket.create_server(("127.0.0.1", 0)) for _ in range(2)]
+    tasks = tuple(Task("worker", rank, f"127.0.0.1:{one.getsockname()[1]}") for rank, one in enumerate(listeners))
+    for one in listeners:
+        one.close()
+    told = threading.Event()
+
+    def of(rank):
+        joined = joining.join("sockets", World(rank, 2, rank, 2, "TF_CONFIG", tasks), "multiworker", 1.0, 30.0)
+        with contextlib.closing(joined):
+            if rank == 1:
+                return told.wait(20)
+            try:
+                return joined.exchange(b"")
+            except ClusterError as error:
+                told.set()
+                return error.sentence
+
+    began = time.monotonic()
+    with ThreadPoolExecutor(2) as pool:
+        sentence, was_told = pool.map(of, range(2))
+    joining.join_sockets.cache_clear()
+    assert was_told and "worker 1 " in sentence
+    assert time.monotonic() - began < 15
 
 
 @pytest.mark.parametrize(

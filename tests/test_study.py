@@ -191,6 +191,17 @@ def test_scaling_is_told_beside_one_worker(tmp_path):
     assert weak.rows[0].weak_efficiency == pytest.approx(0.4)
 
 
+def test_scaling_is_told_beside_single_where_one_worker_was_not_measured(tmp_path):
+    made(tmp_path, "single", seconds=2.0)
+    made(tmp_path, "single", seconds=3.0, global_batch_size=64)
+    made(tmp_path, "custom", 2, seconds=1.25)
+    made(tmp_path, "custom", 2, seconds=2.5, global_batch_size=64)
+    small, large = results.of_runs(runs.load([tmp_path]))
+    assert small.rows[1].strong_efficiency == pytest.approx(0.8)
+    assert large.rows[1].strong_efficiency == pytest.approx(0.6)
+    assert large.rows[1].weak_efficiency == pytest.approx(0.4)
+
+
 def test_what_a_run_costs_follows_from_the_machines_price(tmp_path):
     made(tmp_path)
     machine = runs.load([tmp_path])[0].record.machine

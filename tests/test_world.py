@@ -11,6 +11,7 @@ from hypothesis import strategies as some
 
 from tfdist import world
 from tfdist.errors import EXIT_USAGE, UsageError
+from tfdist.groups import horovod
 from tfdist.jobs.slurm import expand_hosts
 from tfdist.jobs.tf_config import ROLES, Task
 from tfdist.jobs.world import World
@@ -518,3 +519,14 @@ class TestPlacesWithoutAddresses:
         with pytest.raises(UsageError) as found:
             World.detect(environment)
         assert what in found.value.sentence and found.value.hint
+
+
+def test_horovod_counts_the_hosts_that_have_a_process_of_the_same_place():
+    """Of two hosts, one has two processes and the other one."""
+    addresses = ["192.0.2.1:2221", "192.0.2.1:2222", "192.0.2.2:2221"]
+    names = ("LOCAL_RANK", "LOCAL_SIZE", "CROSS_RANK", "CROSS_SIZE")
+    found = []
+    for rank in range(3):
+        variables = horovod.gloo_variables(World.detect(tf_config({"worker": addresses}, index=rank)))
+        found.append([int(variables[f"HOROVOD_{name}"]) for name in names])
+    assert found == [[0, 2, 0, 2], [1, 2, 0, 1], [0, 1, 1, 2]]

@@ -214,6 +214,8 @@ def test_a_second_fit_goes_on_with_the_order_where_the_first_one_stopped(contest
     one_by_one = [observed.epochs(batch_size=BATCH, epochs=1, again=bool(number))[0] for number in range(3)]
     assert_same(one_by_one, at_once[:3], tolerance=0)
     assert_same(observed.epochs(batch_size=BATCH, epochs=4, initial_epoch=3, again=True), at_once[3:], tolerance=0)
+    observed.epochs(batch_size=BATCH, epochs=1)
+    assert_same(observed.epochs(batch_size=BATCH, epochs=4, initial_epoch=3, again=True), at_once[3:], tolerance=0)
 
 
 @pytest.mark.sampled(1)

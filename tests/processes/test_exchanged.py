@@ -20,6 +20,15 @@ TRANSFERS = {
 EXHAUSTIVE = [pytest.param(name, marks=pytest.mark.exhaustive) for name in ("ring", "horovod", "local_sgd")]
 
 
+def test_processes_of_gosgd_send_in_as_many_steps_as_their_probability_says(tmp_path):
+    options = ["--strategy-option", "algorithm=gosgd", "--strategy-option", "probability=1"]
+    with train("--epochs", "1", "--quiet", *options, run_dir=tmp_path / "run", strategy="gossip") as job:
+        code, _, err = job.end()
+    assert code == 0, err
+    (epoch,) = record(tmp_path / "run")["epochs"]
+    assert epoch["metrics"]["messages"] == 2 * STEPS
+
+
 @pytest.mark.thorough
 @pytest.mark.parametrize("name", ["multiworker", "gossip", *EXHAUSTIVE])
 def test_the_record_counts_what_the_processes_have_sent(tmp_path, name):

@@ -143,6 +143,14 @@ def test_the_first_to_fail_is_shown_and_gives_the_exit_code_and_the_others_end(t
     assert time.monotonic() - began < 15
 
 
+def test_one_that_fails_by_itself_gives_the_exit_code_and_not_one_that_missed_it_before(tmp_path, script):
+    text = "import os, sys, time\nmisses = 'index\": 1' in os.environ['TF_CONFIG']\ntime.sleep(0 if misses else 1)\n"
+    with launch(tmp_path, script(text + "sys.exit(3 if misses else 7)")) as job:
+        code, _, err = job.end()
+    assert code == 7
+    assert "worker 0 ended with exit code 7" in err
+
+
 def test_a_failure_is_framed_whole_and_without_tensorflows_noise(tmp_path, script):
     with launch(tmp_path, script(FAIL)) as job:
         code, out, err = job.end()
@@ -228,6 +236,13 @@ def test_a_failed_job_is_started_again_so_often_and_knows_it(tmp_path, script):
     with launch(tmp_path, "--restarts", "1", "--log-dir", "other", script(text)) as job:
         code, _, _ = job.end()
     assert code == 1
+
+
+def test_a_log_has_what_a_process_said_at_each_start(tmp_path, script):
+    text = "import os, sys\nprint('start', os.environ['TFDIST_RESTART'])\nsys.exit(os.environ['TFDIST_RESTART'] == '0')"
+    with launch(tmp_path, "--workers", "1", "--restarts", "1", script(text)) as job:
+        assert job.end()[0] == 0
+    assert list(outputs(tmp_path).values()) == ["start 0\nstart 1\n"]
 
 
 def test_an_error_of_tfdist_is_one_sentence(tmp_path, script):

@@ -54,6 +54,22 @@ for name, options in CASES.items():
         model, x, y, batch_size=BATCH, epochs=EPOCHS, shuffle=False, callbacks=[see], verbose=0
     ).history
     np.savez(f"{sys.argv[1]}/{name}-{strategy.world.rank}.npz", *shown, **{"losses": history["loss"]})
+
+
+class Weighs(keras.Sequential):
+    def train_step(self, data):
+        logs = super().train_step(data)
+        self.inputs_mean.update_state(keras.ops.mean(data[0]), sample_weight=keras.ops.shape(data[0])[0])
+        return logs | {"inputs": self.inputs_mean.result()}
+
+
+strategy = tfdist.strategy("local_sgd", seed=1, **eval(sys.argv[2]))
+with strategy.scope():
+    model = Weighs([keras.Input((4,)), keras.layers.Dense(1)])
+    model.inputs_mean = keras.metrics.Mean(name="inputs")
+    model.compile("sgd", "mse")
+history = strategy.fit(model, x, y, batch_size=BATCH, verbose=0).history
+np.savez(f"{sys.argv[1]}/weighed-{strategy.world.rank}.npz", np.array(history["inputs"]))
 """
 
 
@@ -255,6 +271,13 @@ def test_a_rule_makes_the_weights_that_numpy_makes(results, name, size):
         found = results(size)[f"{name}-{rank}"]
         for epoch, weights in enumerate(wanted):
             np.testing.assert_allclose(found[f"arr_{epoch}"], weights, rtol=2e-5, atol=2e-6)
+
+
+def test_a_number_counts_as_much_as_a_step_says_in_whatever_process(results):
+    """The means of the parts, each with the number of its examples, of batches of different sizes."""
+    x, _ = data()
+    for rank in range(2):
+        np.testing.assert_allclose(results(2)[f"weighed-{rank}"]["arr_0"], [x.mean()], rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.thorough

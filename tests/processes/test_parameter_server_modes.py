@@ -258,7 +258,6 @@ print("SET", float(model.at.numpy()))
 )
 
 
-@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("options", "rule"),
     [
@@ -266,7 +265,11 @@ print("SET", float(model.at.numpy()))
         pytest.param(
             {"mode": "easgd", "sync_every": 4, "moving_rate": 0.3}, Easgd(4, 0.3), marks=pytest.mark.exhaustive
         ),
-        ({"mode": "eamsgd", "sync_every": 3, "moving_rate": 0.5, "momentum": 0.5}, Eamsgd(3, 0.5, 0.5)),
+        pytest.param(
+            {"mode": "eamsgd", "sync_every": 3, "moving_rate": 0.5, "momentum": 0.5},
+            Eamsgd(3, 0.5, 0.5),
+            marks=pytest.mark.thorough,
+        ),
     ],
     ids=lambda one: one["mode"] if isinstance(one, dict) else "",
 )

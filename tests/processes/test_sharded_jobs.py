@@ -36,10 +36,10 @@ x = np.random.default_rng(0).random((35, 30), "float32")
 y = x[:, :7] ** 2
 
 
-def made():
+def made(**options):
     keras.utils.set_random_seed(1)
     model = keras.Sequential([keras.Input((30,)), keras.layers.Dense(50, "relu"), keras.layers.Dense(7)])
-    model.compile(keras.optimizers.Adam(0.01), "mse")
+    model.compile(keras.optimizers.Adam(0.01, **options), "mse")
     return model
 
 
@@ -62,6 +62,14 @@ for found in (loaded, by_chief):
         np.testing.assert_allclose(one, other, rtol=5e-5, atol=5e-5, err_msg=other.path)
     for one, other in zip(found.optimizer.variables, reference.optimizer.variables, strict=True):
         np.testing.assert_allclose(one, other, rtol=5e-5, atol=5e-5, err_msg=other.path)
+# The moving averages become the weights as the training ends.
+with strategy.scope():
+    averaged = made(use_ema=True, ema_momentum=0.9)
+strategy.fit(averaged, x, y, **arguments)
+reference = made(use_ema=True, ema_momentum=0.9)
+reference.fit(x, y, **arguments)
+for one, other in zip(averaged.weights, reference.weights, strict=True):
+    np.testing.assert_allclose(one, other, rtol=5e-5, atol=5e-5, err_msg=other.path)
 print("HELD", json.dumps([held, everything]))
 """
 

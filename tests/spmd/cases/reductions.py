@@ -69,6 +69,10 @@ def _along() -> list[Case]:
         Case("ReverseV2", (real(7, 14, 7), np.empty(0, np.int32).tolist()), "012"),
         Case("Roll", (real(7, 14, 7), 2, 0), "12"),
         Case("Roll", (real(7, 14, 7), [2, -1], [0, -1]), "1"),
+        # Axes that only the run tells are whole.
+        Case("Cumsum", (real(7, 14), np.int32(0)), "- -"),
+        Case("ReverseV2", (real(7, 14), np.array([0], np.int32)), "- -"),
+        Case("Roll", (real(7, 14), np.int32(2), np.int32(0)), "- - -"),
         *(Case(kind, (real(7, 14, 7), axis), local) for kind in ("ArgMax", "ArgMin") for axis, local in _ARG),
         Case("ArgMax", (whole(0, 2, 7, 14), 1), "0", {"output_type": tf.int32}),
         Case("ArgMax", (_NOT_FINITE, 1), "0"),
