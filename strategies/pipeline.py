@@ -18,8 +18,7 @@ from tfdist.interface.traits import Traits
 from tfdist.jobs.world import World
 from tfdist.options import Count
 from tfdist.pipeline_parallel import delayed
-from tfdist.pipeline_parallel.local_stages import Stages
-from tfdist.pipeline_parallel.pipeline_mesh import PipelineMesh
+from tfdist.pipeline_parallel.local_pipeline import PipelineMesh, Stages
 from tfdist.pipeline_parallel.plan import Balance, LayerNames, Plan
 from tfdist.pipeline_parallel.schedule import DELAYED, Schedule
 from tfdist.pipeline_parallel.stages_of_processes import StagesOfProcesses

@@ -22,7 +22,7 @@ from tfdist.__main__ import main
 from tfdist.errors import UnknownNameError, UsageError
 from tfdist.internals import keras_stages
 from tfdist.pipeline_parallel import plan, schedule
-from tfdist.pipeline_parallel.local_stages import Stages
+from tfdist.pipeline_parallel.local_pipeline import Stages
 from tfdist.profiling.stages import Busy, busy, of_all
 
 X = np.random.default_rng(0).normal(size=(22, 8, 8, 2)).astype("float32")

@@ -5,7 +5,7 @@
     stages              one per process, or a pipeline on its devices
     mesh                exchanges what the partitioned step needs
 
-See `tfdist.groups`, `tfdist.data_parallel.sharding`, `tfdist.pipeline_parallel.local_stages` and `tfdist.spmd`.
+See `tfdist.groups`, `tfdist.data_parallel.sharding`, `tfdist.pipeline_parallel.local_pipeline` and `tfdist.spmd`.
 """
 
 from __future__ import annotations
@@ -28,8 +28,7 @@ from tfdist.interface.program import Program, Steps
 from tfdist.interface.variables import Variables
 from tfdist.jobs.world import World
 from tfdist.options import Count
-from tfdist.pipeline_parallel.local_stages import Stages
-from tfdist.pipeline_parallel.pipeline_mesh import PipelineMesh, PipelinesMesh
+from tfdist.pipeline_parallel.local_pipeline import PipelineMesh, PipelinesMesh, Stages
 from tfdist.pipeline_parallel.plan import Balance
 from tfdist.pipeline_parallel.schedule import Synchronous
 from tfdist.spmd.process_mesh import ProcessMesh

@@ -267,7 +267,6 @@ class _ClosuresOfStep:
         return vector
 
     def _whole_step(self, state: Any, count: tf.Tensor) -> tf.Tensor:
-        """Computes the whole step on one worker."""
         mesh = WholeStep()
         batch = self._step.placed(state, self._program.fetched(state, count), (), mesh)
         return self._finish(mesh, batch, _MetricSums(self._metrics, self._terms))

@@ -148,7 +148,6 @@ class _Delayed(StepProgram):
 
     @contextlib.contextmanager
     def _delaying(self) -> Iterator[None]:
-        """The context of a step of the model."""
         with self._previous.computing(), self._previous.updating_newest(self._model.optimizer):
             yield
 

@@ -24,6 +24,7 @@ Synopsis:
 
 from __future__ import annotations
 
+import graphlib
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -133,29 +134,16 @@ def _last(members: Sequence[Any], operations: Sequence[Any]) -> list[Any]:
 
 
 def _is_acyclic(operations: Sequence[Any], edges: Sequence[Edge]) -> bool:
-    """Whether the graph has no cycle with these edges (Kahn's algorithm)."""
-    successors: dict[Any, list[Any]] = {}
-    missing: dict[Any, int] = {operation.name: 0 for operation in operations}
-
-    def add(source: Any, target: Any) -> None:
-        successors.setdefault(source, []).append(target)
-        missing[target] += 1
-
-    for operation in operations:
-        for source in graphs.sources(operation):
-            add(source.name, operation.name)
-    for index, (_, last, first) in enumerate(edges):
-        missing[index] = 0
-        for operation in last:
-            add(operation.name, index)
+    """Whether the graph has no cycle with these edges."""
+    predecessors: dict[Any, list[Any]] = {
+        operation.name: [source.name for source in graphs.sources(operation)] for operation in operations
+    }
+    for edge, (_, last, first) in enumerate(edges):
+        predecessors[edge] = [operation.name for operation in last]
         for operation in first:
-            add(index, operation.name)
-    ready = [node for node, count in missing.items() if count == 0]
-    done = 0
-    while ready:
-        done += 1
-        for target in successors.get(ready.pop(), ()):
-            missing[target] -= 1
-            if missing[target] == 0:
-                ready.append(target)
-    return done == len(missing)
+            predecessors[operation.name].append(edge)
+    try:
+        graphlib.TopologicalSorter(predecessors).prepare()
+    except graphlib.CycleError:
+        return False
+    return True

@@ -4,7 +4,7 @@
     in the process of stage 0     x -> MatMul -> Relu -> send
     in the process of stage 1     receive -> MatMul -> loss
 
-Each process traces the graph of all stages, as `tfdist.pipeline_parallel.pipeline_mesh` does for one process. That
+Each process traces the graph of all stages, as `tfdist.pipeline_parallel.local_pipeline` does for one process. That
 graph is never run. All processes order its operations in the same way, by the schedule. Each one copies the operations
 of its stage, and sends and receives the tensors that cross between stages. Since every message is sent before it is
 received in that order, no two processes wait for each other.
@@ -34,7 +34,7 @@ import tensorflow as tf
 from tfdist.errors import UsageError
 from tfdist.groups.arrays import ArrayGroup
 from tfdist.internals import tensorflow_graphs
-from tfdist.pipeline_parallel.pipeline_mesh import PipelineMesh, warn_of_gpipe
+from tfdist.pipeline_parallel.local_pipeline import PipelineMesh, warn_of_gpipe
 from tfdist.pipeline_parallel.schedule import BACKWARD, Schedule, Task, order_tasks, scope_of, task_edges, task_of
 from tfdist.profiling import stages as stage_names
 from tfdist.spmd.flattening import runs_once
@@ -410,7 +410,6 @@ class StagedGraph:
         self.needed.setdefault(key(tensor), set()).update(others)
 
     def _readers(self, operation: tf.Operation, index: int) -> set[int]:
-        """Returns the stages that read an input of an operation."""
         branches = self.branches.get(operation.name)
         if branches is not None and index:
             readers = (branch.needed.get(key(branch.graph.inputs[index - 1]), set()) for branch in branches)

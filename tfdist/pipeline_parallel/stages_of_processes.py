@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import keras
 import tensorflow as tf
@@ -32,14 +32,11 @@ from tfdist.loop.partitioned_program import PartitionedPredictProgram, Partition
 from tfdist.optimizers.sharded import DividedOptimizer, divide, local
 from tfdist.pipeline_parallel import delayed, plan
 from tfdist.pipeline_parallel.delayed import DelayedProgram
-from tfdist.pipeline_parallel.local_stages import examples_of_part, require_examples
+from tfdist.pipeline_parallel.local_pipeline import examples_of_part, require_examples
 from tfdist.pipeline_parallel.plan import Balance, LayerNames, Plan
 from tfdist.pipeline_parallel.schedule import DELAYED, Schedule
 from tfdist.pipeline_parallel.stage_mesh import ONE_PROCESS, Exchange, StageMesh
 from tfdist.training.job_strategy import JobStrategy, needs_whole_state
-
-if TYPE_CHECKING:
-    from tfdist.interface.program import Program, Steps
 
 
 def _undivided(shape: Sequence[int], owner: int, rank: int, ranks: int) -> Part:
@@ -122,7 +119,6 @@ class StageOptimizer(DividedOptimizer):
                 divide(slot, part)
 
     def _slots(self) -> list[list[Any]]:
-        """Returns the slots of each variable."""
         try:
             return keras_optimizers.slots_of(self.optimizer)
         except LookupError as error:
@@ -313,7 +309,6 @@ class StagesOfProcesses(JobStrategy):
             yield
 
     def _note_owners(self, model: Any) -> None:
-        """Notes which stage has which variable."""
         slots = [slot for optimizer in keras_internals.optimizers(model) for slot in optimizer.variables]
         for variable in (*model.variables, *slots):
             part = parts.part_of(variable)

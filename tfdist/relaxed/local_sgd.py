@@ -213,7 +213,7 @@ class AveragingProgram(StepProgram):
         steps: of training, on the batches of all processes.
         sync_every: the number of steps between averagings; `None` averages only at the end of an epoch. Subclasses of
             `Averages` may determine the steps themselves.
-        averages: synchronizes the processes; `None` averages over all of them.
+        averages: synchronizes the processes.
         split_once: see `local_batches`.
     """
 
@@ -224,12 +224,12 @@ class AveragingProgram(StepProgram):
         strategy: Any,
         steps: Steps,
         sync_every: int | None,
-        averages: Averages | None = None,
+        averages: Averages,
         *,
         split_once: bool = True,
     ):
         self._job = strategy
-        self._averages = averages or Averages(strategy.group, steps.model)
+        self._averages = averages
         self._averages.sync_every = sync_every
         self._global_state: Any = None
         self._local_state: Any = None
