@@ -97,7 +97,17 @@ def test_numbers_that_cannot_be_are_refused(least, most, message):
     ],
 )
 def test_options_that_do_not_go_together_are_refused_at_once(options, message, tmp_path):
-    command = [sys.executable, "-m", "tfdist.train", "--strategy", "horovod", "--model", "mlp", "--dataset", "digits"]
+    command = [
+        sys.executable,
+        "-m",
+        "tfdist.train",
+        "--strategy",
+        "multiworker",
+        "--model",
+        "mlp",
+        "--dataset",
+        "digits",
+    ]
     done = subprocess.run(
         [*command, *options], cwd=tmp_path, env=os.environ, capture_output=True, text=True, timeout=60, check=False
     )

@@ -20,6 +20,7 @@ from tfdist.groups import CARRIED_AS, ProcessGroup, structures
 from tfdist.groups import packing as gradient_reduction
 from tfdist.groups.packing import summed
 from tfdist.groups.socket_group import SocketGroup
+from tfdist.groups.tensorflow import gathered_positions
 from tfdist.interface.variables import Variables
 from tfdist.internals import keras as keras_internals
 from tfdist.internals import keras_routes, tensorflow_variables
@@ -123,6 +124,7 @@ class WorkersMesh(MirroredMesh):
         self.count = len(devices) * world.world_size
         self.local = range(len(devices) * world.rank, len(devices) * (world.rank + 1))
         self._is_chief = world.is_chief
+        self._positions = gathered_positions(world.tasks, strategy.extended.worker_devices)
         self._packing = packing
 
     def begin(self, variables: Sequence[Any]) -> None:
@@ -186,10 +188,19 @@ class WorkersMesh(MirroredMesh):
         """The rows of all replicas of the job, concatenated, on each copy."""
         dtype = parts[0].dtype
         sent = [tf.identity(_as_gathered(part)) for part in parts]
-        with self._strategy.scope():
-            gathered = self._strategy.gather(tensorflow_internals.per_replica(sent), axis=0)
+        gathered = self._gathered_by_tensorflow(sent)
+        if self._positions != sorted(self._positions):
+            lengths = self._gathered_by_tensorflow([tf.shape(part)[:1] for part in sent])
+            of_replicas = tf.split(gathered, tf.ensure_shape(lengths, [self.count]))
+            by_rank = tf.concat([of_replicas[position] for position in self._positions], 0)
+            gathered = tf.ensure_shape(by_rank, gathered.shape)
         rows = tf.bitcast(gathered, dtype) if _is_bitcast(parts[0]) else tf.cast(gathered, dtype)
         return self._on_each_copy(tf.identity, rows)
+
+    def _gathered_by_tensorflow(self, parts: Sequence[tf.Tensor]) -> tf.Tensor:
+        """The rows of all replicas, concatenated in TensorFlow's order of the replicas."""
+        with self._strategy.scope():
+            return self._strategy.gather(tensorflow_internals.per_replica(parts), axis=0)
 
 
 def _as_gathered(tensor: tf.Tensor) -> tf.Tensor:

@@ -24,6 +24,7 @@ from tfdist.internals.tensorflow import runtime_started
 from tfdist.jobs import rendezvous, watchdog
 from tfdist.jobs.connections import gone
 from tfdist.jobs.heartbeat import Heartbeat
+from tfdist.jobs.tf_config import Task
 from tfdist.jobs.world import World
 
 
@@ -135,14 +136,16 @@ class TensorFlowGroup(ProcessGroup):
 
     def numbers_of_all(self, number: tf.Tensor) -> tf.Tensor:
         strategy = self._joined.strategy
-        return all_gather(strategy)(number[tf.newaxis])[:: len(strategy.extended.worker_devices)]
+        positions = gathered_positions(self._world.tasks, strategy.extended.worker_devices)
+        first_of_processes = positions[:: len(strategy.extended.worker_devices)]
+        return tf.gather(all_gather(strategy)(number[tf.newaxis]), first_of_processes)
 
     def broadcast_bytes(self, values: np.ndarray) -> np.ndarray:
         sum_words = _sum_of_first(self._joined.strategy)
         return broadcast_by_sum(values, self.rank == 0, lambda words: sum_words(tf.constant(words)).numpy())
 
     def exchange(self, message: bytes) -> list[bytes]:
-        return exchange(self._joined.strategy, message)
+        return exchange(self._joined.strategy, self._world, message)
 
     def exchanged(self) -> ExchangeTotals:
         counter = self._joined.counter
@@ -171,7 +174,7 @@ class SocketsOverTensorFlow(SocketGroup):
     """
 
     def __init__(self, world: World, joined: JoinedJob, connect_timeout_seconds: float, timeout_seconds: float):
-        exchange_messages = functools.partial(exchange, joined.strategy)
+        exchange_messages = functools.partial(exchange, joined.strategy, world)
         super().__init__(world, exchange_messages, connect_timeout_seconds, timeout_seconds)
         self._world, self._joined = world, joined
 
@@ -219,20 +222,39 @@ def _explained(
     return gone(world, silent, timeout_seconds) if silent else failure
 
 
-def exchange(strategy: tf.distribute.Strategy, message: bytes) -> list[bytes]:
+def exchange(strategy: tf.distribute.Strategy, world: World, message: bytes) -> list[bytes]:
     """The messages of all processes of the job, by rank."""
     replicas = len(strategy.extended.worker_devices)  # of this process; each of them sends the message
+    positions = gathered_positions(world.tasks, strategy.extended.worker_devices)
+    first_of_processes = positions[::replicas]
 
     def gather(piece: np.ndarray, sizes: Sequence[int]) -> list[np.ndarray]:
         # Collectives do not support bytes, so four of them are sent as an int32; an empty tensor would crash.
         words = np.frombuffer(piece.tobytes() + bytes(4 - len(piece) % 4), np.int32)
-        ends = np.cumsum(np.repeat([size // 4 + 1 for size in sizes], replicas))
-        parts = np.split(all_gather(strategy)(tf.constant(words)).numpy(), ends[:-1])[::replicas]
-        return [part.view(np.uint8)[:size] for part, size in zip(parts, sizes, strict=True)]
+        lengths = np.empty(len(positions), np.int64)
+        lengths[positions] = np.repeat([size // 4 + 1 for size in sizes], replicas)
+        parts = np.split(all_gather(strategy)(tf.constant(words)).numpy(), np.cumsum(lengths)[:-1])
+        return [parts[first].view(np.uint8)[:size] for first, size in zip(first_of_processes, sizes, strict=True)]
 
     length = np.array([len(message)], np.int64).view(np.int32)
-    lengths = all_gather(strategy)(tf.constant(length)).numpy().view(np.int64)[::replicas]
+    lengths = all_gather(strategy)(tf.constant(length)).numpy().view(np.int64)[first_of_processes]
     return gathered_in_pieces(message, lengths.tolist(), gather)
+
+
+def gathered_positions(tasks: Sequence[Task], local_devices: Sequence[str]) -> list[int]:
+    """Where TensorFlow's all-gather puts the values of each replica, by rank and local device.
+
+    TensorFlow 2.21 orders the replicas by the names of their devices as text, in which `task:10` comes before `task:2`.
+
+    Args:
+        tasks: all processes by rank; empty in a process that was started alone.
+        local_devices: the full names of the devices of this process; every process has the same number of each kind.
+    """
+    devices = [tf.DeviceSpec.from_string(device) for device in local_devices]
+    names = [device.replace(job=task.role, task=task.index).to_string() for task in tasks for device in devices]
+    names = names or list(local_devices)
+    position = {name: index for index, name in enumerate(sorted(names))}
+    return [position[name] for name in names]
 
 
 @functools.cache
