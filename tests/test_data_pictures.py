@@ -20,7 +20,7 @@ import tfdist.data
 from tests.shared_data import FILES, needs
 from tests.test_data_pipeline import assert_same_batches, batches_of_ranks, segmenter
 from tfdist.data.formats import coco
-from tfdist.data.input import augmentation, cache_folder, order, pictures
+from tfdist.data.input import augmentation, cache_folder, disk_cache, order, pictures
 from tfdist.data.input.division import Division
 from tfdist.errors import DataError, UsageError
 from tfdist.jobs.world import World
@@ -297,6 +297,15 @@ def test_labels_are_kept_on_the_disk_too(folder_of_classes, tmp_path_factory, mo
     expected = batches_of_ranks(data, 5, 1)
     for _ in range(2):
         assert_same_batches(batches_of_ranks(again, 5, 1), expected)
+
+
+def test_pictures_that_are_decoded_in_another_way_are_kept_apart(folder_of_classes, tmp_path_factory, monkeypatch):
+    monkeypatch.setenv("TFDIST_CACHE_DIR", str(tmp_path_factory.mktemp("cache")))
+    monkeypatch.setattr(disk_cache, "BYTES_BETWEEN_ROWS", 0)  # others find what was written at once
+    for channels in (3, 1):
+        options = {"size": 16, "channels": channels}
+        data, again = (tfdist.data.load("image_folder", folder_of_classes, cache=c, **options) for c in ("off", "disk"))
+        assert_same_batches(batches_of_ranks(again, 5, 1), batches_of_ranks(data, 5, 1))
 
 
 @needs("camvid")
