@@ -299,6 +299,15 @@ def test_labels_are_kept_on_the_disk_too(folder_of_classes, tmp_path_factory, mo
         assert_same_batches(batches_of_ranks(again, 5, 1), expected)
 
 
+def test_pictures_that_are_decoded_in_another_way_are_kept_apart(folder_of_classes, tmp_path_factory, monkeypatch):
+    monkeypatch.setenv("TFDIST_CACHE_DIR", str(tmp_path_factory.mktemp("cache")))
+    monkeypatch.setattr(disk_cache, "BYTES_BETWEEN_ROWS", 0)  # others find what was written at once
+    for channels in (3, 1):
+        options = {"size": 16, "channels": channels}
+        data, again = (tfdist.data.load("image_folder", folder_of_classes, cache=c, **options) for c in ("off", "disk"))
+        assert_same_batches(batches_of_ranks(again, 5, 1), batches_of_ranks(data, 5, 1))
+
+
 @needs("camvid")
 def test_where_examples_are_kept_follows_from_their_size(monkeypatch):
     data = camvid(FILES / "camvid", 10)

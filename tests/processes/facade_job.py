@@ -118,6 +118,22 @@ def case(make, make_optimizer, options, compile_options):
     return compare(distributed, alone)
 
 
+def trained_before_by_one():
+    """The others get the state of its optimizer too."""
+    keras.utils.set_random_seed(5)
+    alone = compiled(dense(), SGD(0.1, momentum=0.9))
+    fit(alone)
+    distributed = compiled(dense(), hvd.DistributedOptimizer(SGD(0.1, momentum=0.9)))
+    if hvd.rank() == 0:
+        distributed.set_weights(alone.get_weights())
+        distributed.optimizer.build(distributed.trainable_variables)
+        for mine, trained in zip(distributed.optimizer.variables, alone.optimizer.variables, strict=True):
+            mine.assign(trained)
+    fit(alone)
+    fit_mine(distributed)
+    return compare(distributed, alone)
+
+
 def sum_of_gradients():
     keras.utils.set_random_seed(5)
     alone, distributed = dense(), dense()
@@ -316,6 +332,7 @@ def jobs(folder):
         "loss_scaling_inside": functools.partial(loss_scaling, inside),
         "loss_scaling_outside": functools.partial(loss_scaling, outside),
         "own_step": own_step,
+        "trained_before_by_one": trained_before_by_one,
         "different_sizes": functools.partial(of_different_sizes, dense, lambda: SGD(0.1)),
         "different_sizes_adam_clipped": functools.partial(
             of_different_sizes, dense, lambda: keras.optimizers.Adam(0.01, global_clipnorm=0.05)

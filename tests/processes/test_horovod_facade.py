@@ -11,16 +11,18 @@ from tests.processes import horovod_jobs
 from tests.processes.jobs import ROOT, RunningJob, clean_environment
 
 # Equal to one process; the others of `facade_job` have a test of their own.
-QUICK = ["sgd", "adam_and_global_clipnorm", "sparse_gradients", "loss_scaling_outside", "own_step"]
+QUICK = [
+    "sgd",
+    "adam_and_global_clipnorm",
+    "sparse_gradients",
+    "loss_scaling_outside",
+    "own_step",
+    "trained_before_by_one",
+]
 THOROUGH = ["gradient_accumulation", "steps_per_execution", "several_passes", "mnist_loop"]
 # Each process has a different number of examples.
-UNEQUAL = ["different_sizes", "different_sizes_normalized"]
-UNEQUAL_THOROUGH = [
-    "different_sizes_sparse",
-    "different_sizes_passes",
-    "different_sizes_masked",
-    "different_sizes_sum",
-]
+UNEQUAL = ["different_sizes", "different_sizes_normalized", "different_sizes_passes"]
+UNEQUAL_THOROUGH = ["different_sizes_sparse", "different_sizes_masked", "different_sizes_sum"]
 EXHAUSTIVE = [
     "momentum_and_clipnorm",
     "moving_average",
