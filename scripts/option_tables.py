@@ -25,10 +25,8 @@ from tfdist.jobs.world import World
 DOCS = Path(__file__).parent.parent / "docs"
 BLOCK = re.compile(r"(<!-- options of ([\w ]+) -->\n).*?(<!-- end of options -->)", re.S)
 ALL, SEVERAL = "all strategies", "several strategies"
-# Set by the commands and by the strategies themselves, not by users.
-INTERNAL = ("job_settings", "same_settings")
-# An option that a strategy sets itself for its base class.
-FIXED = {("mpi_split", "engine")}
+# Set by the commands, not by users.
+INTERNAL = ("job_settings",)
 # An option that this many strategies share is not repeated on the page of each.
 SHARED_BY = 3
 
@@ -46,7 +44,7 @@ def options_of(strategy: str) -> list[Option]:
     class_ = importlib.import_module(f"tfdist.strategies.{strategy}").STRATEGY
     bases = [*inspect.getmro(class_), *inspect.getmro(class_.of_job(World(world_size=2)))]
     names = [name for name in strategies.signature(strategy).options if name not in INTERNAL]
-    return [_option(name, bases) for name in names if (strategy, name) not in FIXED]
+    return [_option(name, bases) for name in names]
 
 
 def _option(name: str, bases: Iterable[type]) -> Option:

@@ -178,6 +178,12 @@ class TestTimeToTarget:
         assert len(fit([timer], epochs=3).epoch) == 3
         assert timer.epoch == 1
 
+    def test_a_resumed_run_keeps_the_first_time_of_the_run_before(self, tmp_path):
+        before, after = (TimeToTarget(1e9, monitor="loss", mode="min", stop=False) for _ in range(2))
+        fit([before, Checkpoint(tmp_path)], epochs=2)
+        fit([after, Checkpoint(tmp_path, resume=True)], epochs=3)
+        assert (after.epoch, after.seconds) == (1, before.seconds)
+
     def test_a_target_that_is_never_reached_leaves_none(self):
         timer = TimeToTarget(-1.0, monitor="loss", mode="min")
         fit([timer], epochs=2)

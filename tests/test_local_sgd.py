@@ -108,6 +108,23 @@ def test_processes_meet_within_a_call_of_several_steps_too(steps_per_execution):
         np.testing.assert_allclose(one, other, rtol=1e-6)
 
 
+def test_slow_momentum_goes_on_at_a_learning_rate_of_zero():
+    """A cosine ends at zero with the last step, and a callback may freeze the weights for some epochs."""
+    freeze = keras.callbacks.LearningRateScheduler(lambda epoch, rate: 0.0 if epoch == 1 else 0.01)
+    for rate, callbacks in ((keras.optimizers.schedules.CosineDecay(0.01, 8), []), (0.01, [freeze])):
+        weights = []
+        for strategy in (
+            tfdist.strategy("local_sgd", outer="slowmo", slow_momentum=0.0, sync_every=2),
+            tfdist.strategy("single"),
+        ):
+            keras.utils.set_random_seed(0)
+            model = made(keras.optimizers.SGD(rate))
+            fit(strategy, model, epochs=3, shuffle=False, callbacks=callbacks)
+            weights.append(model.get_weights())
+        for averaged, expected in zip(*weights, strict=True):  # one process without momentum trains as usual
+            np.testing.assert_allclose(averaged, expected, rtol=1e-5)
+
+
 def test_the_memory_of_a_rule_is_kept_from_one_fit_to_the_next():
     """Two fits of an epoch end as one of two does, as they do with an optimizer's own momentum."""
     strategy = tfdist.strategy("local_sgd", outer="slowmo", sync_every=2, seed=1)

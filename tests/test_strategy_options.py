@@ -32,11 +32,24 @@ def accepted(constructor):
     return names
 
 
+# What a strategy passes to its base class itself, so that a user cannot.
+SET_BY_THE_STRATEGY = {
+    "gossip": {"same_settings"},
+    "local_sgd": {"same_settings"},
+    "mpi_split": {"same_settings", "engine"},
+}
+
+
 @pytest.mark.parametrize("name", strategies.names())
 def test_the_options_that_are_read_from_the_source_are_those_of_the_class(name):
     constructor = importlib.import_module(f"tfdist.strategies.{name}").STRATEGY
-    in_job = constructor.of_job(World(world_size=2))
-    assert set(strategies.signature(name).options) == accepted(constructor) | accepted(in_job)
+    of_classes = accepted(constructor) | accepted(constructor.of_job(World(world_size=2)))
+    assert set(strategies.signature(name).options) == of_classes - SET_BY_THE_STRATEGY.get(name, set())
+
+
+def test_what_a_strategy_sets_for_its_base_class_is_refused_in_a_sentence():
+    with pytest.raises(UsageError, match="The strategy `mpi_split` does not know the option `engine`"):
+        strategies.signature("mpi_split").check("mpi_split", {"engine": "sockets"})
 
 
 @pytest.mark.parametrize("name", strategies.names())

@@ -304,6 +304,10 @@ WORK = 'models = ["mlp"]\ndatasets = ["digits"]\n'
         ("[train]\nepoch = 3", r"in \[train\]: unknown entry `epoch`"),
         ('strategies = ["miror"]', "Unknown strategy `miror`"),
         ('strategies = [{ label = "one" }]', "has no `strategy`"),
+        (
+            WORK + 'strategies = ["custom", { strategy = "custom", train = { learning_rate = 0.1 } }]',
+            "2 cells of the study have the name `mlp-digits-32-custom-1`",
+        ),
         ('models = ["mlp"]\ndatasets = ["digits"]\nstrategies = []', "has no `contestants`"),
         (
             'models = ["mlp"]\ndatasets = ["digits"]\nstrategies = ["single"]\nrepeats = 0',

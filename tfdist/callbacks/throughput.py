@@ -294,6 +294,14 @@ class TimeToTarget(ClockedCallback):
                 stacklevel=2,
             )
 
+    def checkpoint_state(self) -> dict[str, Any]:
+        """The state that `tfdist.callbacks.Checkpoint` stores."""
+        return {"seconds": self.seconds, "epoch": self.epoch, "seen": self._seen}
+
+    def restore_checkpoint_state(self, state: dict[str, Any]) -> None:
+        """Goes on with what the run before has reached."""
+        self.seconds, self.epoch, self._seen = state["seconds"], state["epoch"], state["seen"]
+
     def _reached(self, value: float) -> bool:
         return value >= self.target if self.mode == "max" else value <= self.target
 

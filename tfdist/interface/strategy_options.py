@@ -8,8 +8,9 @@ Synopsis:
     >>> options["timeout_seconds"].help
     'how long a process may be silent'
 
-A class that passes `**options` on takes those of its base classes too, which are found by the imports of its module. In
-a job it may be replaced by another class, by its `of_job`, whose options are among those of the strategy.
+A class that passes `**options` on takes those of its base classes too, which are found by the imports of its module,
+except those that its constructor sets itself. In a job it may be replaced by another class, by its `of_job`, whose
+options are among those of the strategy.
 """
 
 from __future__ import annotations
@@ -135,12 +136,21 @@ def _of_node(node: ast.ClassDef, imports: Mapping[str, str], in_job: bool) -> Si
     if in_job:  # their `of_job` is not asked again, which may return this class or one of its bases
         others += [_of_expression(chosen, imports, in_job=False) for chosen in _chosen_in_job(node)]
     inherited = {name: option for other in reversed(others) for name, option in other.options.items()}
+    for name in _set_for_base(constructors) - own.keys():
+        inherited.pop(name, None)
     for name in own.keys() & inherited.keys():  # what it passes on may be described there
         own[name] = dataclasses.replace(own[name], help=own[name].help or inherited[name].help)
     return Signature(
         own | {name: option for name, option in inherited.items() if name not in own},
         complete=all(other.complete for other in others),
     )
+
+
+def _set_for_base(constructors: list[ast.FunctionDef]) -> set[str]:
+    """The arguments that a constructor itself passes to that of its base class, beside `**options`."""
+    calls = [part for constructor in constructors for part in ast.walk(constructor) if isinstance(part, ast.Call)]
+    keywords = [call.keywords for call in calls if ast.unparse(call.func) == "super().__init__"]
+    return {keyword.arg for keyword in itertools.chain(*keywords) if keyword.arg}
 
 
 def _chosen_in_job(node: ast.ClassDef) -> list[ast.expr]:

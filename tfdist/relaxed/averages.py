@@ -423,9 +423,16 @@ def optimizer_variables(model: Any) -> list[Any]:
 
 
 def learning_rate(model: Any) -> float:
-    """The learning rate of the model's optimizer; NaN for a model without an optimizer."""
-    optimizer = model.optimizer
-    return math.nan if optimizer is None else float(keras.ops.convert_to_numpy(optimizer.learning_rate))
+    """The learning rate of the last step; NaN for a model without an optimizer."""
+    if model.optimizer is None:
+        return math.nan
+    optimizer = keras_internals.inner(model.optimizer)
+    rate = keras_internals.learning_rate(optimizer)
+    if isinstance(rate, keras.optimizers.schedules.LearningRateSchedule):
+        rate = rate(
+            keras.ops.maximum(optimizer.iterations - 1, 0)
+        )  # `optimizer.learning_rate` is that of the next step
+    return float(keras.ops.convert_to_numpy(rate))
 
 
 def _is_float(variable: Any) -> bool:

@@ -5,7 +5,7 @@
     memory          what the rule keeps from one synchronization to the next; zeros before the first one
 
 A rule is a function `rule(start, mean, memory, learning_rate)` that returns the new weights of all processes and the
-new memory; `learning_rate` is that of the steps. It is called for one variable at a time, and is made of operations
+new memory; `learning_rate` is that of the last step. It is called for one variable at a time, and is made of operations
 that NumPy arrays and TensorFlow tensors have in common.
 
 Synopsis:
@@ -21,6 +21,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
+
+import keras
 
 # The default number of steps between synchronizations; that of a user's rule is the default of `average`.
 SYNC_EVERY = {"average": 16, "slowmo": 48, "diloco": 500, "easgd": 10}
@@ -51,7 +53,7 @@ class SlowMo:
     rate: float = 1.0
 
     def __call__(self, start: Any, mean: Any, memory: Any, learning_rate: Any) -> tuple[Any, Any]:
-        memory = self.momentum * memory + (start - mean) / learning_rate
+        memory = self.momentum * memory + _divided(start - mean, learning_rate)
         return start - self.rate * learning_rate * memory, memory
 
 
@@ -96,3 +98,10 @@ def elastic(weights: Any, centre: Any, mean: Any, moving_rate: float, size: int)
     """
     force = elastic_force(weights, centre, moving_rate)
     return weights - force, centre + elastic_force(mean, centre, moving_rate * size)
+
+
+def _divided(change: Any, learning_rate: Any) -> Any:
+    """`change / learning_rate`; 0 at a learning rate of 0, at which the steps change nothing."""
+    if isinstance(learning_rate, float):
+        return change / learning_rate if learning_rate else 0.0 * change
+    return keras.ops.divide_no_nan(change, learning_rate)
