@@ -251,8 +251,9 @@ def test_unsigned_bytes_are_labels_too():
 
 
 def test_a_split_without_examples_is_refused():
-    with pytest.raises(DataError, match="`numbered` has no examples in its split `validation`, so no batches"):
-        numbered(5).pipeline("validation", 2)
+    without_validation = Source.from_arrays("few", classes=3, train=(np.zeros((5, 1)), np.arange(5) % 3))
+    with pytest.raises(DataError, match="`few` has no examples in its split `validation`, so no batches"):
+        without_validation.pipeline("validation", 2)
 
 
 def test_an_unknown_split_is_refused():
