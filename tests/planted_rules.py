@@ -7,8 +7,8 @@ from tfdist.spmd.rules import registry
 
 def plant(kind, wrong, monkeypatch):
     """Has the partitioner follow a wrong rule for operations of this type."""
-    right = registry._rules[kind]
-    monkeypatch.setitem(registry._rules, kind, (lambda *given: wrong(right[0], *given), right[1]))
+    right = registry.RULES[kind]
+    monkeypatch.setitem(registry.RULES, kind, (lambda *given: wrong(right[0], *given), right[1]))
 
 
 def mean_of_means(rule, *given):

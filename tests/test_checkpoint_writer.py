@@ -175,8 +175,8 @@ def test_sigterm_waits_for_the_checkpoint_under_way_as_long_as_the_launcher_does
 def test_each_array_is_free_once_it_is_written(tmp_path, monkeypatch):
     entries = [Entry("model", str(number), np.full(4, number)) for number in range(ENTRIES)]
     held = []
-    storable = checkpoint_format._little_endian
-    monkeypatch.setattr(checkpoint_format, "_little_endian", lambda value: held.append(len(entries)) or storable(value))
+    storable = checkpoint_format.little_endian
+    monkeypatch.setattr(checkpoint_format, "little_endian", lambda value: held.append(len(entries)) or storable(value))
     path = checkpoint_format.write(tmp_path, Header(0, 0, 1, "SGD"), entries)
     assert held == list(range(ENTRIES - 1, -1, -1))
     assert [int(entry.value[0]) for entry in checkpoint_format.read(path).entries] == list(range(ENTRIES))

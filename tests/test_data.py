@@ -485,12 +485,12 @@ def silent_address() -> Iterator[str]:
 def test_an_address_that_never_answers_is_given_up(silent_address, monkeypatch):
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")
     monkeypatch.setattr(tfds, "ANSWER_SECONDS", 0.2)
-    assert tfds._problem_with_address(silent_address) == "no answer in time"
+    assert tfds.problem_with_address(silent_address) == "no answer in time"
 
 
 def test_a_name_that_is_looked_up_forever_is_given_up(tmp_path, monkeypatch):
     monkeypatch.setattr(tfds, "PROBE_SECONDS", 0.2)
-    monkeypatch.setattr(tfds, "_problem_with_address", lambda address: time.sleep(5))
+    monkeypatch.setattr(tfds, "problem_with_address", lambda address: time.sleep(5))
     with pytest.raises(DataError, match=r"no answer within 0\.2 s"):
         tfdist.data.load("mnist", tmp_path)
 
@@ -498,7 +498,7 @@ def test_a_name_that_is_looked_up_forever_is_given_up(tmp_path, monkeypatch):
 def test_a_download_that_falls_silent_is_given_up(silent_address, monkeypatch):
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")
     monkeypatch.setattr(tfds, "SILENCE_SECONDS", 0.2)
-    with tfds._bounded_requests(), pytest.raises(requests.exceptions.RequestException):
+    with tfds.bounded_requests(), pytest.raises(requests.exceptions.RequestException):
         requests.get(silent_address)
 
 

@@ -227,7 +227,7 @@ def test_a_polygon_has_the_pixels_whose_middle_is_inside():
     ],
 )
 def test_compressed_run_lengths_are_those_that_cocos_tool_wrote(size, compressed, counts):
-    assert coco._outline({"size": size, "counts": compressed}) == {"size": size, "counts": counts}
+    assert coco.outline_of({"size": size, "counts": compressed}) == {"size": size, "counts": counts}
 
 
 @needs("coco-tiny")

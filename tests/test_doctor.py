@@ -149,7 +149,7 @@ class TestPackages:
         assert [one[1] for one in found] == ["ok", "note"] and variable in found[1][2]
 
     def test_a_clone_that_is_not_installed_knows_what_it_requires(self):
-        assert packages._project_table()["dependencies"] and packages._project_table()["requires-python"]
+        assert packages.project_table()["dependencies"] and packages.project_table()["requires-python"]
 
 
 class TestEngines:

@@ -214,9 +214,9 @@ def test_the_backward_pass_uses_nothing_of_the_forward_pass_between_the_layers_t
     used = {
         tensor.op.name
         for operation in graph_of_step(["first", "both"])
-        if recomputation._is_backward(operation) and operation.type not in graphs.OF_SHAPE
+        if recomputation.is_backward(operation) and operation.type not in graphs.OF_SHAPE
         for tensor in operation.inputs
-        if not recomputation._is_backward(tensor.op) and graphs.bytes_of(tensor, 4) > 4 * 4 * 64
+        if not recomputation.is_backward(tensor.op) and graphs.bytes_of(tensor, 4) > 4 * 4 * 64
     }
     between = {name for name in used if "/twice" in name or "re_lu" in name or "/dropout/" in name}
     assert not between

@@ -125,7 +125,7 @@ class TestRunJson:
         def full(path):
             raise OSError(28, "No space left on device")
 
-        monkeypatch.setattr("tfdist.files._sync", full)
+        monkeypatch.setattr("tfdist.files.sync", full)
         with pytest.raises(RunFolderError, match="No space left on device"):
             folder.write(run_of([0.5, 0.4]))
         monkeypatch.undo()
@@ -290,9 +290,9 @@ class TestCurves:
 
     def test_the_title_names_model_dataset_strategy_and_what_went_wrong(self):
         run = run_of([0.9])
-        assert folders._title(run) == "cnn, fashion_mnist, mirrored on 2 replicas"
+        assert folders.title_of(run) == "cnn, fashion_mnist, mirrored on 2 replicas"
         run.status = "failed"
-        assert folders._title(run).endswith("(failed)")
+        assert folders.title_of(run).endswith("(failed)")
 
     def test_a_folder_that_is_gone_is_an_error_of_ours(self, folder):
         folder.path.rmdir()

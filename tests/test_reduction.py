@@ -75,7 +75,7 @@ def test_the_gradients_of_all_layers_are_added_in_one_exchange(strategy, monkeyp
 
 
 def test_horovod_looks_for_tensors_less_often_the_more_processes_there_are():
-    milliseconds = [float(joining._horovod_settings(size, 20.0)["HOROVOD_CYCLE_TIME"]) for size in (1, 2, 8, 20, 512)]
+    milliseconds = [float(joining.horovod_settings(size, 20.0)["HOROVOD_CYCLE_TIME"]) for size in (1, 2, 8, 20, 512)]
     assert milliseconds == [0.1, 0.1, 0.4, 1.0, 1.0]
 
 

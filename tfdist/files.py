@@ -28,9 +28,9 @@ def write_atomically(path: Path, write: Callable[[Path], Any]) -> None:
     try:
         write(temporary)
         temporary.chmod(0o666 & ~_umask())
-        _sync(temporary)
+        sync(temporary)
         os.replace(temporary, path)
-        _sync(path.parent)
+        sync(path.parent)
     except BaseException:
         with contextlib.suppress(FileNotFoundError):
             temporary.unlink()
@@ -51,7 +51,8 @@ def write_text(path: Path, text: str) -> None:
     write_atomically(path, lambda temporary: temporary.write_text(text, encoding="utf-8"))
 
 
-def _sync(path: Path) -> None:
+def sync(path: Path) -> None:
+    """Waits until the content of a file, or of a folder's list of files, is on the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -43,14 +43,14 @@ for synchronized in (True, False):
     assert report.first is None and len(report) > 20, report
 assert trained(True) == trained(False)
 
-rule, attributes = registry._rules["Mean"]
-registry._rules["Mean"] = lambda *given: dataclasses.replace(rule(*given), mean=False), attributes  # a fault of tfdist
+rule, attributes = registry.RULES["Mean"]
+registry.RULES["Mean"] = lambda *given: dataclasses.replace(rule(*given), mean=False), attributes  # a fault of tfdist
 try:
     strategy.verify(made(False), x, y, batch_size=10)
 except VerificationError as error:
     assert len(set(strategy.exchange(str(error).encode()))) == 1
     print("NAMED", error.sentence)
-registry._rules["Mean"] = rule, attributes  # for the scripts that follow in this process
+registry.RULES["Mean"] = rule, attributes  # for the scripts that follow in this process
 """
 
 DRIFTS = """

@@ -14,7 +14,7 @@ import pathlib, time
 import tfdist.data
 from tfdist import files
 
-sync = files._sync
+sync = files.sync
 
 
 def slowly(path):
@@ -24,7 +24,7 @@ def slowly(path):
     sync(path)
 
 
-files._sync = slowly
+files.sync = slowly
 
 
 def load(data_dir=None):

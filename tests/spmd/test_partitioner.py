@@ -257,7 +257,7 @@ def test_a_rule_whose_parts_do_not_add_up_is_not_followed(monkeypatch):
     from tfdist.spmd.rules import OpSharding, registry
 
     wrong = lambda operation, index, shard: OpSharding([shard.axis, None], [0])  # noqa: E731
-    monkeypatch.setitem(registry._rules, "Sum", (wrong, frozenset(["keep_dims"])))
+    monkeypatch.setitem(registry.RULES, "Sum", (wrong, frozenset(["keep_dims"])))
     expected, found, cost = both(lambda x: tf.reduce_sum(x, 0), np.ones((8, 4)))
     assert_equal(found, expected)
     assert cost.refused == ["Sum"]
@@ -266,7 +266,7 @@ def test_a_rule_whose_parts_do_not_add_up_is_not_followed(monkeypatch):
 def test_an_operation_without_a_rule_is_computed_whole_and_counted(monkeypatch):
     from tfdist.spmd.rules import registry
 
-    monkeypatch.delitem(registry._rules, "MatMul")
+    monkeypatch.delitem(registry.RULES, "MatMul")
     expected, found, cost = both(lambda x: tf.tanh(x @ WEIGHTS), X)
     assert_equal(found, expected)
     assert [operation.type for operation, _ in cost.repeated] == ["MatMul"]

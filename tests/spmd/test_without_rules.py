@@ -132,7 +132,7 @@ def test_a_step_is_that_of_one_device_with_all_rules(step, name):
 
 
 def test_no_step_needs_a_rule(step, monkeypatch):
-    monkeypatch.setattr(registry, "_rules", {})
+    monkeypatch.setattr(registry, "RULES", {})
     monkeypatch.setattr(linear, "INPUTS", {})
     monkeypatch.setattr(linear, "ADDITIVE", frozenset())
     found, cost = step("dense").on_replicas(3)
@@ -147,7 +147,7 @@ def test_a_step_is_the_same_without_one_of_the_rules(step, name, monkeypatch):
     assert len(kinds) > 15
     for kind in kinds:
         with monkeypatch.context() as without:
-            without.delitem(registry._rules, kind)
+            without.delitem(registry.RULES, kind)
             found, cost = step(name).on_replicas(2)
         assert_equal(found, step(name).expected, 1e-10)
         assert cost is not None, kind

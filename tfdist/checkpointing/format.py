@@ -311,7 +311,7 @@ def _storable(entry: Entry) -> np.ndarray:
     return value
 
 
-def _little_endian(value: np.ndarray) -> np.ndarray:
+def little_endian(value: np.ndarray) -> np.ndarray:
     """Returns the bytes of an array, even for dtypes without the buffer protocol, such as bfloat16."""
     value = np.ascontiguousarray(value).reshape(-1)
     return value.astype(value.dtype.newbyteorder("<"), copy=False).view(np.uint8)
@@ -328,7 +328,7 @@ def _write(path: Path, beginning: bytes, entries: list[Entry]) -> None:
         file.write(beginning)
         digest.update(beginning)
         while entries:
-            content = _little_endian(entries.pop().value)
+            content = little_endian(entries.pop().value)
             for piece in (content.data, b"\0" * (_padded(content.nbytes) - content.nbytes)):
                 digest.update(piece)
                 file.write(piece)

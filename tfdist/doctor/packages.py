@@ -75,7 +75,7 @@ def _requirements(package: str) -> list[Requirement]:
     try:
         lines = importlib.metadata.requires(package) or []
     except importlib.metadata.PackageNotFoundError:
-        lines = _project_table()["dependencies"] if package == "tfdist" else []
+        lines = project_table()["dependencies"] if package == "tfdist" else []
     requirements = []
     for line in lines:
         try:
@@ -92,11 +92,11 @@ def _required_python(package: str) -> str:
     try:
         return importlib.metadata.metadata(package)["Requires-Python"] or ""
     except importlib.metadata.PackageNotFoundError:
-        return _project_table()["requires-python"] if package == "tfdist" else ""
+        return project_table()["requires-python"] if package == "tfdist" else ""
 
 
 @functools.cache
-def _project_table() -> dict[str, Any]:
+def project_table() -> dict[str, Any]:
     """The `project` table of `pyproject.toml`, for a clone that is not installed."""
     path = Path(__file__).resolve().parents[2] / "pyproject.toml"
     return tomllib.loads(path.read_text(encoding="utf-8"))["project"] if path.exists() else {"dependencies": []}

@@ -88,7 +88,7 @@ def join_horovod(
 ) -> ProcessGroup:
     """Joins the job by Horovod, which a process can do once; `timeline` is the file to write its timeline to."""
     horovod.load()
-    settings = _horovod_settings(world.world_size, timeout_seconds)
+    settings = horovod_settings(world.world_size, timeout_seconds)
     if world.world_size == 1 or world.tasks:
         settings |= horovod.meet_over_gloo(world, {"strategy": "horovod"}, start_timeout_seconds)
     horovod.set_unless_set(settings)
@@ -107,7 +107,8 @@ def _end_timeline(group: ProcessGroup, timeline: Path) -> None:
     horovod.end_timeline(timeline, group.rank, group.size)
 
 
-def _horovod_settings(world_size: int, timeout_seconds: float) -> dict[str, str]:
+def horovod_settings(world_size: int, timeout_seconds: float) -> dict[str, str]:
+    """The environment variables that Horovod reads when it starts."""
     seconds = max(1, round(timeout_seconds))
     cycle_ms = min(max(SHORTEST_CYCLE_MS, CYCLE_MS_PER_PROCESS * world_size), LONGEST_CYCLE_MS)
     return {

@@ -130,7 +130,8 @@ class Recomputation:
         return sorted(cut for cut in cuts if cut is not None)
 
 
-def _is_backward(operation: tf.Operation) -> bool:
+def is_backward(operation: tf.Operation) -> bool:
+    """Whether an operation of a step belongs to the backward pass."""
     return _OF_A_TAPE in operation.name or _BACKWARD in operation.name
 
 
@@ -140,7 +141,7 @@ def _forward_runs(operations: Sequence[tf.Operation]) -> list[list[tf.Operation]
     for operation in operations:
         if _SCOPE not in operation.name:
             continue
-        if not _is_backward(operation):
+        if not is_backward(operation):
             runs[-1].append(operation)
         elif runs[-1]:
             runs.append([])
@@ -163,7 +164,7 @@ class _Uses:
         self.backward: dict[Key, list[Place]] = {}
         early = _early(operations, self.order)
         for operation in operations:
-            backward = _is_backward(operation) and operation.name not in early
+            backward = is_backward(operation) and operation.name not in early
             if backward and operation.type in graphs.OF_SHAPE:
                 continue  # runs in the forward pass, and keeps no memory
             for index, tensor in enumerate(operation.inputs):
@@ -223,7 +224,7 @@ def _copy(
     order = uses.order
     in_order = sorted(users.values(), key=lambda user: order[user.name])
     first = order[in_order[0].name]
-    upstream = ([t.op for t in user.inputs if _is_backward(t.op) and order[t.op.name] < first] for user in in_order)
+    upstream = ([t.op for t in user.inputs if is_backward(t.op) and order[t.op.name] < first] for user in in_order)
     begun = next(filter(None, upstream), [])
     # On CPUs, TensorFlow fuses the gradients of a bias and its convolution into one operation, which uses the copies.
     ended = [

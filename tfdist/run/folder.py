@@ -61,13 +61,14 @@ def draw_curves(record: RunRecord, path: Path) -> None:
 
     names = ["loss", *_second_panel(record)]
     figure = Figure(figsize=(5.4 * len(names), 4.2), dpi=120, layout=ConstrainedLayoutEngine(wspace=0.06))
-    figure.suptitle(_title(record), fontweight="bold")
+    figure.suptitle(title_of(record), fontweight="bold")
     for axes, name in zip(figure.subplots(1, len(names), squeeze=False)[0], names, strict=True):
         _draw_panel(axes, record.epochs, name)
     figure.savefig(path)
 
 
-def _title(record: RunRecord) -> str:
+def title_of(record: RunRecord) -> str:
+    """The title of the pictures of a run."""
     replicas = f" on {record.strategy.replicas} replicas" if record.strategy.replicas > 1 else ""
     status = "" if record.status in ("running", "completed") else f" ({record.status})"
     return f"{record.model.name}, {record.dataset.name}, {record.strategy.name}{replicas}{status}"

@@ -98,10 +98,10 @@ def _inside(polygon: Sequence[float], size: tuple[int, int]) -> np.ndarray:
 
 def _outlines(annotations: list[Any], number: dict[int, int]) -> list[tuple[int, Any]]:
     largest_first = sorted(annotations, key=lambda annotation: -annotation["area"])
-    return [(number[annotation["category_id"]], _outline(annotation["segmentation"])) for annotation in largest_first]
+    return [(number[annotation["category_id"]], outline_of(annotation["segmentation"])) for annotation in largest_first]
 
 
-def _outline(segmentation: Any) -> Any:
+def outline_of(segmentation: Any) -> Any:
     """Returns polygons unchanged, and run lengths as a list, which is decompressed if necessary.
 
     Raises:

@@ -325,7 +325,7 @@ def _check_network(builder: Any, folder: Path) -> None:
         return
     answers: list[str] = []
     # In a thread, because looking up a host name has no timeout; a daemon thread, because it may not end in time.
-    probe = threading.Thread(target=lambda: answers.append(_problem_with_address(addresses[0])), daemon=True)
+    probe = threading.Thread(target=lambda: answers.append(problem_with_address(addresses[0])), daemon=True)
     probe.start()
     probe.join(PROBE_SECONDS)
     problem = answers[0] if answers else f"no answer within {PROBE_SECONDS} s"
@@ -343,7 +343,7 @@ def _missing_downloads(builder: Any, folder: Path) -> list[str]:
     return [address for address, info in (builder.url_infos or {}).items() if not kept(address, info.checksum)]
 
 
-def _problem_with_address(address: str) -> str:
+def problem_with_address(address: str) -> str:
     """Why `address` cannot be downloaded, in a few words; empty if it can."""
     import requests
 
@@ -379,7 +379,7 @@ def _fetching(builder: Any, folder: Path) -> Iterator[None]:
     tfds.disable_progress_bar()
     try:
         # TFDS prints to standard output, which is reserved for the command's table.
-        with contextlib.redirect_stdout(sys.stderr), _bounded_requests():
+        with contextlib.redirect_stdout(sys.stderr), bounded_requests():
             yield
     except Exception as error:  # TFDS passes on any kind of error: of the network, the disk or a checksum
         first_line = str(error).partition("\n")[0].rstrip(":")
@@ -387,7 +387,7 @@ def _fetching(builder: Any, folder: Path) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _bounded_requests() -> Iterator[None]:
+def bounded_requests() -> Iterator[None]:
     """Limits waits and retries; TFDS itself has no timeout, and tries eleven times."""
     from requests.adapters import HTTPAdapter
 

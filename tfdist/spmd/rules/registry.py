@@ -129,7 +129,7 @@ class OpSharding:
 # Takes an operation, the number of the leading input, and how that is sharded.
 Rule = Callable[[Operation, int, Shard], OpSharding | None]
 
-_rules: dict[str, tuple[Rule, frozenset[str]]] = {}
+RULES: dict[str, tuple[Rule, frozenset[str]]] = {}
 
 
 def rule(*types: str, attributes: str = "") -> Callable[[Rule], Rule]:
@@ -143,9 +143,9 @@ def rule(*types: str, attributes: str = "") -> Callable[[Rule], Rule]:
 
     def register(function: Rule) -> Rule:
         for kind in types:
-            if kind in _rules:
+            if kind in RULES:
                 raise ValueError(f"two rules for `{kind}`")
-            _rules[kind] = function, frozenset(attributes.split())
+            RULES[kind] = function, frozenset(attributes.split())
         return function
 
     return register
@@ -153,7 +153,7 @@ def rule(*types: str, attributes: str = "") -> Callable[[Rule], Rule]:
 
 def rule_of(operation: Operation) -> Rule | None:
     """The rule for an operation; `None` if there is none, or if the rule does not cover one of its attributes."""
-    registered = _rules.get(operation.type)
+    registered = RULES.get(operation.type)
     if registered is None:
         return None
     function, covered = registered
@@ -163,7 +163,7 @@ def rule_of(operation: Operation) -> Rule | None:
 
 def types() -> list[str]:
     """The types of operations that have a rule."""
-    return sorted(_rules)
+    return sorted(RULES)
 
 
 def placement_of(sharding: Sharding, shard: Shard) -> Placement:
