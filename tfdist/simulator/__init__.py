@@ -1,7 +1,8 @@
 """Training on many simulated workers in one process: real models, gradients and data, but simulated time.
 
 replicas       the real training steps of the workers
-algorithms     who exchanges what with whom, who waits, and a clock with events in the order of simulated time
+clock          simulated time
+algorithms     who exchanges what with whom, and who waits
 simulation     a run: its settings, and the results of its epochs
 matrix         a study: all algorithms, numbers of workers and seeds of a file, and its table
 """

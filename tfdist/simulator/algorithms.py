@@ -9,21 +9,10 @@
 
 Worker i takes `seconds / speed_i` per step. A message takes the latency of the link plus its size over the bandwidth.
 The link of a server carries one message at a time.
-
-Synopsis, of events in the order of simulated time:
-
-    >>> clock, events = Clock(), []
-    >>> clock.after(2.0, lambda: events.append("late"))
-    >>> clock.after(1.0, lambda: clock.after(0.5, lambda: events.append("early")))
-    >>> clock.run()
-    >>> events, clock.now
-    (['early', 'late'], 2.0)
 """
 
 from __future__ import annotations
 
-import heapq
-import itertools
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -34,34 +23,8 @@ import tensorflow as tf
 from tfdist.advisor.costs import Link
 from tfdist.relaxed import centre_rules, outer_rules
 from tfdist.relaxed.gossip_rules import Machine, Messages
+from tfdist.simulator.clock import Clock
 from tfdist.simulator.replicas import Replicas, State
-
-
-class Clock:
-    """Runs events in the order of their time; events of the same time in the order in which they were scheduled.
-
-    Attributes:
-        now: simulated seconds since the beginning.
-    """
-
-    def __init__(self) -> None:
-        self.now = 0.0
-        self._events: list[tuple[float, int, Callable[[], None]]] = []
-        self._numbers = itertools.count()
-
-    def after(self, seconds: float, event: Callable[[], None]) -> None:
-        """Schedules `event` to be called `seconds` from now."""
-        self.at(self.now + seconds, event)
-
-    def at(self, time: float, event: Callable[[], None]) -> None:
-        """Schedules `event` to be called at a time that has not passed."""
-        heapq.heappush(self._events, (time, next(self._numbers), event))
-
-    def run(self) -> None:
-        """Runs all events, including those that events schedule."""
-        while self._events:
-            self.now, _, event = heapq.heappop(self._events)
-            event()
 
 
 @dataclass
