@@ -137,14 +137,14 @@ def stage(plan: Any, number: int, batch_size: int) -> Callable[[], Any]:
 
     from tfdist.internals import keras_stages
     from tfdist.internals.keras import tf_variable
-    from tfdist.pipeline_parallel import plan
+    from tfdist.pipeline_parallel.plan import example
 
     calls: Sequence[Any] = plan.calls_of(number)
     computed = {id(tensor) for call in calls for tensor in call.outputs}
     entering = {id(tensor): tensor for call in calls for tensor in call.inputs if id(tensor) not in computed}
     later = [call for call in plan.calls if call not in calls]
     used = {id(tensor) for call in later for tensor in call.inputs} | {id(each) for each in plan.functional.outputs}
-    inputs = [plan.example(tensor, batch_size) for tensor in entering.values()]
+    inputs = [example(tensor, batch_size) for tensor in entering.values()]
     variables = [tf_variable(variable) for variable in plan.variables_of(number) if variable.trainable]
 
     @tf.function(autograph=False)
