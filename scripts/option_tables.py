@@ -20,13 +20,12 @@ from pathlib import Path
 from typing import NamedTuple
 
 from tfdist import strategies
+from tfdist.interface.strategy_options import SET_BY_THE_COMMAND
 from tfdist.jobs.world import World
 
 DOCS = Path(__file__).parent.parent / "docs"
 BLOCK = re.compile(r"(<!-- options of ([\w ]+) -->\n).*?(<!-- end of options -->)", re.S)
 ALL, SEVERAL = "all strategies", "several strategies"
-# Set by the commands, not by users.
-INTERNAL = ("job_settings",)
 # An option that this many strategies share is not repeated on the page of each.
 SHARED_BY = 3
 
@@ -43,7 +42,7 @@ def options_of(strategy: str) -> list[Option]:
     """Returns the options of a strategy, in a job of several processes too."""
     class_ = importlib.import_module(f"tfdist.strategies.{strategy}").STRATEGY
     bases = [*inspect.getmro(class_), *inspect.getmro(class_.of_job(World(world_size=2)))]
-    names = [name for name in strategies.signature(strategy).options if name not in INTERNAL]
+    names = [name for name in strategies.signature(strategy).options if name != SET_BY_THE_COMMAND]
     return [_option(name, bases) for name in names]
 
 

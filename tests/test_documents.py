@@ -1,5 +1,6 @@
 """The README's script and the examples run as they are printed; the modules' own synopses are true."""
 
+import ast
 import doctest
 import importlib
 import importlib.util
@@ -10,6 +11,8 @@ import tomllib
 from pathlib import Path
 
 import pytest
+
+import tfdist.errors
 
 ROOT = Path(__file__).parent.parent
 WITH_SYNOPSIS = [
@@ -141,3 +144,25 @@ def test_a_synopsis_is_true(name):
 def test_a_document_links_to_files_that_exist(document):
     links = re.findall(r"\]\((?!http)([^)#]+)", document.read_text())
     assert [link for link in links if not (document.parent / link).exists()] == []
+
+
+def literal_sentences():
+    """The text of all strings in the product, with `...` for what is filled in."""
+    for path in [*(ROOT / "tfdist").rglob("*.py"), *(ROOT / "strategies").glob("*.py")]:
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Constant) and isinstance(node.value, str):
+                yield node.value
+            elif isinstance(node, ast.JoinedStr):
+                yield "".join(part.value if isinstance(part, ast.Constant) else "..." for part in node.values)
+
+
+def test_the_messages_that_the_page_on_troubleshooting_explains_are_those_of_the_product():
+    said = "\n".join(" ".join(sentence.replace("`", "").split()) for sentence in literal_sentences())
+    page = (ROOT / "docs" / "troubleshooting.md").read_text(encoding="utf-8").partition("## Speed")[0]
+    cells = [row.split("|")[1] for row in page.splitlines() if row.startswith("| ") and "`" in row.split("|")[1]]
+    fragments = [
+        part.strip(" ,") for cell in cells for span in re.findall("`(.*?)`", cell) for part in span.split("...")
+    ]
+    missing = [part for part in fragments if len(part) > 3 and part not in said and not hasattr(tfdist.errors, part)]
+    assert len(fragments) > 20
+    assert not missing

@@ -55,8 +55,9 @@ def test_what_a_strategy_sets_for_its_base_class_is_refused_in_a_sentence():
 @pytest.mark.parametrize("name", strategies.names())
 def test_all_options_are_known_before_the_start(name):
     assert strategies.signature(name).complete
-    with pytest.raises(UsageError, match=f"The strategy `{name}` does not know the option `micro_batch`"):
+    with pytest.raises(UsageError, match=f"The strategy `{name}` does not know the option `micro_batch`") as refused:
         strategies.signature(name).check(name, {"micro_batch": 2})
+    assert "job_settings" not in str(refused.value)  # which the command sets
 
 
 @pytest.mark.parametrize("name", strategies.names())

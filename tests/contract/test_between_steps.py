@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from keras import layers
 
+import tfdist
 from tests.contract import contestants
 from tests.contract.comparison import STOCK, assert_same, start
 from tfdist.errors import UsageError
@@ -76,6 +77,11 @@ def test_methods_of_the_class_reach_the_strategy_by_super(same_as_stock):
     both(case, same_as_stock, tenfold)
 
 
+def test_what_is_no_model_is_refused():
+    with pytest.raises(UsageError, match="`prepare` takes a Keras model, and got `int`"):
+        start(("custom", 2)).prepare(3)
+
+
 def test_the_strategys_methods_are_those_of_keras_for_any_class():
     strategy, model = made(("custom", 2), tenfold)
     _, plain = made(STOCK, tenfold)
@@ -102,6 +108,14 @@ def test_a_model_of_a_scope_that_is_fitted_without_the_strategy_is_told_so(conte
     if contestant == ("mirrored", 2):  # where Keras' own method returns the rows once for each replica
         with pytest.warns(UserWarning, match=r"`predict_on_batch` runs without the strategy"):
             model.predict_on_batch(X[:4])
+
+
+@pytest.mark.parametrize("name", ["mirrored", "pipeline", "hogwild", "local_sgd", "gossip"])
+def test_the_scope_of_each_strategy_marks_its_models(name):
+    with tfdist.strategy(name).scope():
+        model = linear()
+    with pytest.warns(UserWarning, match=f"scope of the strategy `{name}`, and `fit` runs without the strategy"):
+        model.fit(X, Y, **ARGUMENTS)
 
 
 @pytest.mark.sampled(1)

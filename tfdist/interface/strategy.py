@@ -87,6 +87,16 @@ Step = Callable[[], Any]
 BatchNorm = Literal["global", "per_replica"]
 
 
+def _marking_models(scope: Callable[[Any], contextlib.AbstractContextManager[Any]]) -> Callable[[Any], Any]:
+    """Wraps a method `scope` so that its context marks the models created in it; see `keras_routes.Scope`."""
+
+    @functools.wraps(scope)
+    def method(strategy: Any) -> contextlib.AbstractContextManager[Any]:
+        return keras_routes.Scope(strategy.name, scope(strategy))
+
+    return method
+
+
 class Strategy:
     """Trains, evaluates and predicts with a compiled Keras model on this strategy's replicas.
 
@@ -172,7 +182,7 @@ class Strategy:
     def __init_subclass__(cls, **named: Any):
         super().__init_subclass__(**named)
         if "scope" in vars(cls):
-            cls.scope = _marking_models(vars(cls)["scope"])  # type: ignore[assignment]
+            cls.scope = _marking_models(vars(cls)["scope"])  # type: ignore[method-assign]
 
     def divide_by_speeds(self, speeds: str | Sequence[int] | None) -> None:
         """Divides global batches in proportion to `speeds`, see `tfdist.interface.speeds`; for constructors."""
@@ -223,6 +233,7 @@ class Strategy:
         """The addresses, by name, of processes that compute for this process and run no loop themselves."""
         return {}
 
+    @_marking_models
     def scope(self) -> contextlib.AbstractContextManager[Any]:
         """The context in which a model and its optimizer are created and compiled."""
         return self.variables.scope()
@@ -419,13 +430,3 @@ class OnThisProcess(Strategy):
         self.seed, self.seed_is_given, self.seed_is_settled = strategy.seed, strategy.seed_is_given, True
         # Variables that are created while it runs must be equal in all processes.
         self.broadcast_variables = strategy.broadcast_variables  # type: ignore[method-assign]
-
-
-def _marking_models(scope: Callable[[Any], contextlib.AbstractContextManager[Any]]) -> Callable[[Any], Any]:
-    """Wraps a method `scope` so that its context marks the models created in it; see `keras_routes.Scope`."""
-
-    @functools.wraps(scope)
-    def method(strategy: Any) -> contextlib.AbstractContextManager[Any]:
-        return keras_routes.Scope(strategy.name, scope(strategy))
-
-    return method

@@ -63,7 +63,8 @@ class Signature:
         """Raises `UsageError` for an option of `strategy` that is unknown, or a value that its type does not allow."""
         unknown = [name for name in values if name not in self.options]
         if unknown and self.complete:
-            raise registry.unknown_option("strategy", strategy, unknown[0], list(self.options))
+            known = [name for name in self.options if name != SET_BY_THE_COMMAND]
+            raise registry.unknown_option("strategy", strategy, unknown[0], known)
         for name in [name for name in values if name in self.options]:
             try:
                 annotation = eval(self.options[name].annotation, _TYPES)
@@ -76,6 +77,7 @@ class Signature:
 # What annotations of options name, besides types of a module's own.
 _TYPES = {**vars(options), **vars(typing), **vars(collections.abc), "os": os}
 UNKNOWN = Signature({}, complete=False)
+SET_BY_THE_COMMAND = "job_settings"
 
 
 @functools.cache

@@ -20,6 +20,7 @@ from tfdist import data, models, registry, strategies
 from tfdist.data.input import augmentation as augmentations
 from tfdist.data.input import bad_examples
 from tfdist.errors import UnknownNameError, UsageError
+from tfdist.interface.strategy_options import SET_BY_THE_COMMAND
 
 # The class names of Keras' optimizers in lower case; a test compares them with Keras.
 OPTIMIZERS = (
@@ -207,7 +208,7 @@ def _check_strategy_options(config: TrainConfig) -> None:
     for name in config.strategy_options:
         if name in ("devices", "seed"):
             raise UsageError(f"`--strategy-option` sets `{name}`, which the command sets", f"use `{_option(name)}`")
-        if name == "job_settings":
+        if name == SET_BY_THE_COMMAND:
             raise UsageError("`--strategy-option` sets `job_settings`, which the command sets", "leave it out")
     strategies.signature(config.strategy).check(config.strategy, config.strategy_options)
 

@@ -6,8 +6,11 @@ import contextlib
 from collections.abc import Iterator
 from typing import Any
 
+import keras
+
 from tfdist.data.input import adapters
 from tfdist.data.input.feed import DataPasses, Feed
+from tfdist.errors import UsageError
 from tfdist.interface.program import Program, Steps
 from tfdist.interface.strategy import Strategy
 from tfdist.internals import keras_routes
@@ -116,6 +119,8 @@ class TrainingStrategy(Strategy):
         A custom `fit` that calls `super().fit` then trains with this strategy, too. With `verify=True`, the next `fit`
         calls `verify` with its first batches before it trains.
         """
+        if not isinstance(model, keras.Model):
+            raise UsageError(f"`prepare` takes a Keras model, and got `{type(model).__name__}`", "pass it a model")
         self.check(model)
         if verify:
             comparison.require_as_one_device(self)
