@@ -248,4 +248,4 @@ def test_an_unknown_recipe_lists_the_known_ones(tmp_path):
 @pytest.mark.thorough
 def test_a_model_for_another_task_is_refused_before_training(tmp_path):
     message = refuse(tmp_path, "--strategy", "single", "--model", "unet", "--dataset", "digits")
-    assert "`unet` does segmentation, dataset `digits` is for classification" in message
+    assert "The model `unet` does segmentation, but the dataset `digits` is for classification" in message
