@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from tfdist import strategies
-from tfdist.interface.strategy_options import SET_BY_THE_COMMAND
+from tfdist.interface.strategy_options import SET_BY_THE_COMMAND, described
 from tfdist.jobs.world import World
 
 DOCS = Path(__file__).parent.parent / "docs"
@@ -50,7 +50,7 @@ def _option(name: str, bases: Iterable[type]) -> Option:
     """The option as the first of `bases` that has it declares it, and as the first that describes it describes it."""
     parameters = [inspect.signature(base).parameters.get(name) for base in bases if "__init__" in vars(base)]
     default = next(parameter for parameter in parameters if parameter is not None).default
-    description = next(text for base in bases if (text := _described(base).get(name)))
+    description = next(text for base in bases if (text := described(inspect.getdoc(base) or "").get(name)))
     description = re.sub(r"docs/(\w+\.md)", r"[\1](\1)", description)
     explained = re.search(r"[.;] [Dd]efault: (.*?)(\. .*|\.?)$", description)
     if default is None and explained:
@@ -58,12 +58,6 @@ def _option(name: str, bases: Iterable[type]) -> Option:
     else:
         default_text = f'"{default}"' if isinstance(default, str) else repr(default)
     return Option(name, default_text if " " in default_text else _code(default_text), description.removesuffix("."))
-
-
-def _described(class_: type) -> dict[str, str]:
-    section = re.search(r"^Args:\n(.*?)(?:\n\n|\Z)", inspect.getdoc(class_) or "", re.S | re.M)
-    entries = re.findall(r"^    (\w+): (.*(?:\n     .*)*)", section[1], re.M) if section else []
-    return {name: " ".join(text.split()) for name, text in entries}
 
 
 def tables(titles: Iterable[str]) -> Iterator[tuple[str, str]]:

@@ -72,6 +72,26 @@ def test_the_attributes_that_are_read_exist():
     assert hasattr(model.optimizer, "_trainable_variables") or not model.optimizer.built
 
 
+@pytest.mark.parametrize("steps", [None, 2])
+def test_the_last_learning_rate_is_that_of_the_last_step_with_any_kind_of_rate(steps):
+    rates = []
+
+    class Noted(keras.optimizers.schedules.LearningRateSchedule):
+        def __call__(self, step):
+            rates.append(0.1 / (1.0 + float(step)))
+            return rates[-1]
+
+    variable = keras.Variable([1.0, 2.0])
+    for rate in (Noted(), lambda: 0.25, 0.5):
+        optimizer = keras.optimizers.SGD(rate, gradient_accumulation_steps=steps)
+        for _ in range(4):
+            optimizer.apply([keras.ops.ones(2)], [variable])
+        expected = rates[-1] if isinstance(rate, Noted) else optimizer.learning_rate
+        assert keras_internals.last_learning_rate(optimizer) == pytest.approx(float(expected))
+    scaled = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.125))
+    assert keras_internals.last_learning_rate(scaled) == 0.125
+
+
 def test_what_keras_calls_for_steps_is_its_own_and_new_after_a_compile():
     for kind in ("train", "test", "predict"):
         model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])

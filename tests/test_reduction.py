@@ -1,7 +1,5 @@
 """Which tensors travel together, and that they come back as they were."""
 
-import os
-
 import keras
 import pytest
 import tensorflow as tf
@@ -9,7 +7,6 @@ import tensorflow as tf
 import tfdist
 from tfdist.groups import joining
 from tfdist.groups.packing import Packing, packed
-from tfdist.jobs.world import World
 
 FLOATS = tf.constant([1.0, 2.0])  # 8 bytes
 
@@ -77,10 +74,3 @@ def test_the_gradients_of_all_layers_are_added_in_one_exchange(strategy, monkeyp
 def test_horovod_looks_for_tensors_less_often_the_more_processes_there_are():
     milliseconds = [float(joining.horovod_settings(size, 20.0)["HOROVOD_CYCLE_TIME"]) for size in (1, 2, 8, 20, 512)]
     assert milliseconds == [0.1, 0.1, 0.4, 1.0, 1.0]
-
-
-def test_sockets_have_longer_to_connect_where_processes_share_the_cores():
-    cores = os.cpu_count()
-    sizes = (1, cores, 3 * cores, 100 * cores)
-    assert [joining.seconds_to_connect(World(0, size, 0, size, "", ()), 60.0) for size in sizes] == [10, 10, 30, 60]
-    assert joining.seconds_to_connect(World(0, 99 * cores, 0, 1, "", ()), 60.0) == 10  # on as many hosts

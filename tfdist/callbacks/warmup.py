@@ -27,7 +27,7 @@ def current(optimizer: Any) -> float:
 
 def refuse_schedule(optimizer: Any, callback: str) -> None:
     """Raises `UsageError` if `callback` cannot set the learning rate, because the optimizer follows a schedule."""
-    rate = keras_internals.learning_rate(getattr(optimizer, "inner_optimizer", optimizer))
+    rate = keras_internals.learning_rate(keras_internals.inner(optimizer))
     if isinstance(rate, keras.optimizers.schedules.LearningRateSchedule):
         raise UsageError(
             f"{callback} cannot set the learning rate: the optimizer follows a schedule, `{type(rate).__name__}`",

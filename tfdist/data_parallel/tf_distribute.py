@@ -256,7 +256,7 @@ class TensorFlowVariables(Variables):
         if model.distribute_strategy is not self.strategy or outside:
             raise self._made_outside(f"variable `{outside[0].path}`" if outside else f"model `{model.name}`")
         for optimizer in optimizers:
-            inner = getattr(optimizer, "inner_optimizer", optimizer)
+            inner = keras_internals.inner(optimizer)
             if keras_internals.strategy_of(inner) is not self.strategy:
                 raise UsageError(
                     f"The optimizer `{inner.name}` was made outside the scope of the strategy `{self._name}`",

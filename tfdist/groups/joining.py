@@ -16,7 +16,7 @@ from tfdist.groups.tensorflow import JoinedJob, SocketsOverTensorFlow
 from tfdist.jobs import process_exit, rendezvous
 from tfdist.jobs.world import World
 
-SECONDS_TO_CONNECT = 10.0  # with a core for each process
+SECONDS_TO_CONNECT = 10.0
 # The interval at which Horovod looks for new tensors. Its default, 1 ms, is a noticeable part of a small step. At each
 # look, every other process sends a message to rank 0.
 SHORTEST_CYCLE_MS, LONGEST_CYCLE_MS = 0.1, 1.0
@@ -73,13 +73,7 @@ def join_sockets(world: World, name: str, timeout_seconds: float, start_timeout_
     with rendezvous.joined(world, {"strategy": name}, start_timeout_seconds) as exchange:
         if exchange is None:
             raise rendezvous.begun_without(world)
-        return SocketGroup(world, exchange, seconds_to_connect(world, timeout_seconds), timeout_seconds)
-
-
-def seconds_to_connect(world: World, timeout_seconds: float) -> float:
-    """How long connecting the sockets may take: longer if the processes of this host share its cores."""
-    processes_per_core = world.local_world_size / (os.cpu_count() or 1)
-    return min(timeout_seconds, SECONDS_TO_CONNECT * max(1.0, processes_per_core))
+        return SocketGroup(world, exchange, min(timeout_seconds, SECONDS_TO_CONNECT), timeout_seconds)
 
 
 @functools.cache
@@ -134,7 +128,7 @@ def sockets_over_tensorflow(
         ClusterError: the processes cannot connect, and the sockets are `required`; raised in all of them.
     """
     try:
-        return SocketsOverTensorFlow(world, joined, seconds_to_connect(world, timeout_seconds), timeout_seconds)
+        return SocketsOverTensorFlow(world, joined, min(timeout_seconds, SECONDS_TO_CONNECT), timeout_seconds)
     except ClusterError as error:
         if required:
             raise

@@ -16,6 +16,7 @@ from tfdist.callbacks import warmup
 from tfdist.errors import UsageError
 from tfdist.groups import horovod as engine
 from tfdist.horovod import collectives, operations
+from tfdist.internals import keras as keras_internals
 
 Logs = dict[str, Any] | None
 
@@ -211,7 +212,7 @@ class LearningRateWarmupCallback(LearningRateScheduleCallback):
 
 def _velocities(optimizer: Any) -> list[Any]:
     """Returns the slots of an optimizer to which `learning_rate * gradient` is added."""
-    optimizer = getattr(optimizer, "inner_optimizer", optimizer)
+    optimizer = keras_internals.inner(optimizer)
     slots: list[Any] = []
     if isinstance(optimizer, keras.optimizers.SGD):
         slots = getattr(optimizer, "momentums", [])

@@ -127,11 +127,12 @@ def _of_node(node: ast.ClassDef, imports: Mapping[str, str], in_job: bool) -> Si
     constructors = [part for part in node.body if isinstance(part, ast.FunctionDef) and part.name == "__init__"]
     own: dict[str, Option] = {}
     if constructors:
-        described = _described(ast.get_docstring(node) or "")
+        texts = described(ast.get_docstring(node) or "")
         arguments = constructors[0].args
         for argument in [*arguments.args[1:], *arguments.kwonlyargs]:
             annotation = "Any" if argument.annotation is None else ast.unparse(argument.annotation)
-            own[argument.arg] = Option(argument.arg, annotation, described.get(argument.arg, ""))
+            first_clause = re.split(r"[.;:](?:\s|$)", texts.get(argument.arg, ""))[0]
+            own[argument.arg] = Option(argument.arg, annotation, first_clause)
         if arguments.kwarg is None:
             return Signature(own)
     others = [_of_expression(base, imports, in_job) for base in node.bases]
@@ -170,8 +171,8 @@ def _of_expression(expression: ast.expr, imports: Mapping[str, str], in_job: boo
     return UNKNOWN if dotted is None else _of_dotted(f"{dotted}.{rest}" if rest else dotted, in_job)
 
 
-def _described(docstring: str) -> dict[str, str]:
-    """The first sentence or clause on each argument in the section `Args:` of a docstring."""
+def described(docstring: str) -> dict[str, str]:
+    """What the section `Args:` of a docstring says of each argument."""
     section = re.search(r"^Args:\n(.*?)(?:\n\n|\Z)", docstring, re.S | re.M)
     entries = re.findall(r"^    (\w+): (.*(?:\n     .*)*)", section[1], re.M) if section else []
-    return {name: re.split(r"[.;:](?:\s|$)", " ".join(text.split()))[0] for name, text in entries}
+    return {name: " ".join(text.split()) for name, text in entries}

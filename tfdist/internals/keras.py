@@ -135,6 +135,17 @@ def learning_rate(optimizer: Any) -> Any:
     return optimizer._learning_rate
 
 
+def last_learning_rate(optimizer: Any) -> float:
+    """The learning rate of the last step of `optimizer`; its public property is that of the next step."""
+    optimizer = inner(optimizer)
+    rate = learning_rate(optimizer)
+    if isinstance(rate, keras.optimizers.schedules.LearningRateSchedule):
+        rate = rate(keras.ops.maximum(iterations(optimizer) - 1, 0))
+    else:
+        rate = optimizer.learning_rate
+    return float(keras.ops.convert_to_numpy(rate))
+
+
 def variable_index(optimizer: Any, variable: Any) -> int:
     """The index of `variable` among those that `optimizer` was built for."""
     return int(optimizer._get_variable_index(variable))
@@ -266,6 +277,11 @@ def optimizers(model: Any) -> list[Any]:
     instances = instances_of(BaseOptimizer, model, first=getattr(model, "optimizer", None))
     inside = {id(getattr(optimizer, "inner_optimizer", None)) for optimizer in instances}
     return [optimizer for optimizer in instances if id(optimizer) not in inside]
+
+
+def optimizer_variables(model: Any) -> list[Any]:
+    """The variables of all optimizers of `model`: slots, counts and learning rates."""
+    return [variable for optimizer in optimizers(model) for variable in optimizer.variables]
 
 
 def inner(optimizer: Any) -> Any:

@@ -127,7 +127,7 @@ class FirstStep:
         size_bytes = sum(map(tensorflow_graphs.size_bytes, handles))
         if not tensorflow_graphs.can_run_twice(graph) or size_bytes > _MOST_BYTES:
             return []
-        optimizer_variables = [v for optimizer in keras_internals.optimizers(model) for v in optimizer.variables]
+        optimizer_variables = keras_internals.optimizer_variables(model)
         kinds = {
             "slot": [variable for variable in optimizer_variables if "float" in str(variable.dtype)],
             "weight": model.trainable_variables,

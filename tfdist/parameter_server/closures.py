@@ -461,7 +461,7 @@ class ClosureReplica:
         if optimizer is None:
             yield lambda: tf.constant(0)
             return
-        inner = getattr(optimizer, "inner_optimizer", optimizer)
+        inner = keras_internals.inner(optimizer)
         counter = tf_variable(keras_internals.iterations(inner))
         counts: list[tf.Tensor] = []
 
@@ -653,7 +653,7 @@ def unseeded_of(strategy: Any) -> Any:
 def refuse_accumulation(model: Any, what: str) -> None:
     """Raises `UsageError` if an optimizer accumulates gradients; `what` names the setting by which steps overlap."""
     for optimizer in keras_internals.optimizers(model):
-        if getattr(optimizer, "inner_optimizer", optimizer).gradient_accumulation_steps:
+        if keras_internals.inner(optimizer).gradient_accumulation_steps:
             raise UsageError(
                 f"The optimizer accumulates gradients, and with {what} one update would combine steps of several "
                 "workers",

@@ -123,7 +123,7 @@ def above(size_bytes: float) -> Iterator[None]:
 @contextlib.contextmanager
 def by_part(optimizer: Any) -> Iterator[None]:
     """Within this context, updates are traced by part if the optimizer's formula is elementwise."""
-    inner = getattr(optimizer, "inner_optimizer", optimizer)
+    inner = keras_internals.inner(optimizer)
     if type(inner) in keras_optimizers.ELEMENTWISE:
         _thread.slots = [slot for slot in inner.variables if isinstance(tf_variable(slot), Table)]
     try:

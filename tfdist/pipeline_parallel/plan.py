@@ -29,6 +29,7 @@ from tfdist.errors import UsageError
 from tfdist.internals import keras as keras_internals
 from tfdist.internals import keras_stages
 from tfdist.internals.keras_stages import Call
+from tfdist.loop.recomputation import UNKNOWN_LENGTH
 from tfdist.profiling import stages as stage_names
 
 Balance = Literal["time", "memory"]
@@ -36,8 +37,6 @@ Balance = Literal["time", "memory"]
 LayerNames = Annotated[
     Sequence[str] | None, BeforeValidator(lambda value: value.split(",") if isinstance(value, str) else value)
 ]
-# The assumed length of an axis, other than the first, whose length the model does not fix.
-OPEN_AXIS = 32
 _RUNS = 3
 
 
@@ -290,7 +289,7 @@ def shape(tensor: Any, batch_size: int) -> tuple[int, ...]:
     if not tensor.shape:
         return ()
     first = batch_size if tensor.shape[0] is None else tensor.shape[0]
-    return (first, *(OPEN_AXIS if size is None else size for size in tensor.shape[1:]))
+    return (first, *(UNKNOWN_LENGTH if size is None else size for size in tensor.shape[1:]))
 
 
 def bytes_of(tensor: Any, batch_size: int) -> int:
@@ -306,8 +305,7 @@ def _bytes(call: Call, batch_size: int, micro_batches: int, per_weight: float) -
 
 def _slots_per_weight(model: Any) -> float:
     """Returns the number of optimizer slot elements per weight."""
-    optimizers = keras_internals.optimizers(model)
-    elements = sum(math.prod(variable.shape) for optimizer in optimizers for variable in optimizer.variables)
+    elements = sum(math.prod(variable.shape) for variable in keras_internals.optimizer_variables(model))
     return elements / max(1, sum(math.prod(weight.shape) for weight in model.trainable_variables))
 
 

@@ -309,7 +309,7 @@ class StagesOfProcesses(JobStrategy):
             yield
 
     def _note_owners(self, model: Any) -> None:
-        slots = [slot for optimizer in keras_internals.optimizers(model) for slot in optimizer.variables]
+        slots = keras_internals.optimizer_variables(model)
         for variable in (*model.variables, *slots):
             part = parts.part_of(variable)
             if part is not None:

@@ -25,7 +25,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import keras
 import numpy as np
 import tensorflow as tf
 
@@ -408,31 +407,18 @@ def trained_weights(model: Any) -> list[Any]:
 def _slots(model: Any) -> list[Any]:
     """The slots of the model's optimizers: their variables that have the shape of a weight."""
     shapes = {tuple(variable.shape) for variable in model.trainable_variables} - {()}
-    return [v for v in optimizer_variables(model) if _is_float(v) and tuple(v.shape) in shapes]
+    return [v for v in keras_internals.optimizer_variables(model) if _is_float(v) and tuple(v.shape) in shapes]
 
 
 def _counters(model: Any) -> list[Any]:
     """The seeds and counters of a model and its optimizers, which are integers."""
-    variables = {id(v): v for v in [*model.variables, *optimizer_variables(model)]}.values()
+    variables = {id(v): v for v in [*model.variables, *keras_internals.optimizer_variables(model)]}.values()
     return [v for v in map(tf_variable, variables) if v.dtype.is_integer and _size(v) <= MOST_COUNTERS]
-
-
-def optimizer_variables(model: Any) -> list[Any]:
-    """The variables of all optimizers of `model`: slots, counts and learning rates."""
-    return [variable for optimizer in keras_internals.optimizers(model) for variable in optimizer.variables]
 
 
 def learning_rate(model: Any) -> float:
     """The learning rate of the last step; NaN for a model without an optimizer."""
-    if model.optimizer is None:
-        return math.nan
-    optimizer = keras_internals.inner(model.optimizer)
-    rate = keras_internals.learning_rate(optimizer)
-    if isinstance(rate, keras.optimizers.schedules.LearningRateSchedule):
-        rate = rate(
-            keras.ops.maximum(optimizer.iterations - 1, 0)
-        )  # `optimizer.learning_rate` is that of the next step
-    return float(keras.ops.convert_to_numpy(rate))
+    return math.nan if model.optimizer is None else keras_internals.last_learning_rate(model.optimizer)
 
 
 def _is_float(variable: Any) -> bool:

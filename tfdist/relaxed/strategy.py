@@ -13,7 +13,7 @@ from tfdist.groups import ProcessGroup, joining
 from tfdist.interface.program import Steps
 from tfdist.interface.variables import StrategyState, keep_strategy_state, strategy_state
 from tfdist.internals import keras as keras_internals
-from tfdist.relaxed.averages import Averages, optimizer_variables
+from tfdist.relaxed.averages import Averages
 from tfdist.training.job_strategy import JobStrategy, needs_whole_state
 
 
@@ -91,7 +91,7 @@ class IndependentStrategy(JobStrategy):
         All processes call it at the same time. `make` is called if there are none, or if the model has other variables.
         """
         state = strategy_state(model)
-        made_for = (id(self), *map(id, [*model.variables, *optimizer_variables(model)]))
+        made_for = (id(self), *map(id, [*model.variables, *keras_internals.optimizer_variables(model)]))
         if state.made_for != made_for:
             averages = make()
             state = StrategyState(*averages.remembered, averages, made_for)

@@ -98,9 +98,9 @@ class Replicas:
         return int(end - begin)
 
     def learning_rate(self, state: State) -> float:
-        """Returns the learning rate of the optimizer in this state."""
+        """Returns the learning rate of the last step that led to this state."""
         _assign(self._state, state)
-        return float(keras.ops.convert_to_numpy(self._model.optimizer.learning_rate))
+        return keras_internals.last_learning_rate(self._model.optimizer)
 
     def evaluate(self, weights: np.ndarray, state: State, data: Any) -> dict[str, float]:
         """Evaluates the model with these weights on `data`; returns loss and metrics as `Model.evaluate` does."""

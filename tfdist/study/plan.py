@@ -14,6 +14,7 @@ from __future__ import annotations
 import itertools
 import re
 import tomllib
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -171,13 +172,12 @@ class Plan:
         for name in self.inputs:
             if name not in INPUTS:
                 raise UnknownNameError("input", name, INPUTS)
-        folders = [cell.folder for cell in self.cells()]
-        for folder in folders:
-            if folders.count(folder) > 1:
-                raise UsageError(
-                    f"{folders.count(folder)} cells of the study have the name `{folder}`",
-                    "give strategies that differ only in their options a `label` each",
-                )
+        ((folder, count),) = Counter(cell.folder for cell in self.cells()).most_common(1)
+        if count > 1:
+            raise UsageError(
+                f"{count} cells of the study have the name `{folder}`",
+                "give strategies that differ only in their options a `label` each",
+            )
         if self.steps is not None and "limit" in self.train:
             raise UsageError(
                 "`steps` and `limit` are both set, and each determines the examples of an epoch",
