@@ -1,6 +1,7 @@
 """Who is silent, who is busy, and who cannot be asked at all; here threads take the part of processes."""
 
 import contextlib
+import json
 import re
 import selectors
 import socket
@@ -377,6 +378,8 @@ def test_a_stranger_is_sent_away_and_changes_nothing(start, said):
     address = job.all[0]._listener.getsockname()[:2]
     with contextlib.suppress(ConnectionError), socket.create_connection(address, timeout=10) as connection:
         connection.sendall(said)
-        assert connection.recv(1) == b""
+        with connection.makefile("rb") as lines:
+            assert list(json.loads(lines.readline())) == ["tfdist", "challenge"]  # random, and nothing of the job
+            assert lines.read() == b""
     job.work(1.0)
     assert [job.lost(0), job.lost(1)] == [set(), set()] and job.errors == [None, None]

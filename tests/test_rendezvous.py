@@ -1,6 +1,8 @@
 """The processes of a job meet on the chief's port: threads with real sockets stand for the processes."""
 
+import contextlib
 import json
+import selectors
 import socket
 import struct
 import threading
@@ -10,8 +12,8 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from tfdist.errors import ClusterError, DisagreementError
-from tfdist.jobs import rendezvous, world
-from tfdist.jobs.connections import LONGEST_LINE_BYTES, as_line
+from tfdist.jobs import rendezvous, secret, world
+from tfdist.jobs.connections import LONGEST_LINE_BYTES, Reception, as_line
 from tfdist.jobs.rendezvous import CLUSTER, ChiefServer, Hello, described_cluster
 from tfdist.jobs.tf_config import Task
 
@@ -138,9 +140,17 @@ def test_two_processes_with_the_same_task_are_refused(worlds):
     assert "say that they are worker 1" in errors[0].sentence
 
 
+def prove(connection, of_world, key=None):
+    """Proves to the chief that this test knows the secret of the job, or tries to with another `key`."""
+    opening = secret.Opening(secret.of_job(of_world) if key is None else key)
+    connection.settimeout(10)
+    with connection.makefile("rb", buffering=0) as lines:
+        connection.sendall(opening.respond(lines.readline()))
+        return opening.is_proved_by(lines.readline())
+
+
 def hello_of(of_world, settings=CARD):
     return Hello(
-        tfdist=1,
         rank=of_world.rank,
         seconds=9.0,
         deadline_seconds=9.0,
@@ -155,13 +165,21 @@ def test_a_second_process_with_a_task_is_refused_although_it_is_gone_at_once(wor
     with socket.create_server(("localhost", 0)) as listener:
         address = listener.getsockname()
         first, second = socket.create_connection(address), socket.create_connection(address)
-        first.sendall(hello)
-        second.sendall(hello)
-        second.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-        second.close()  # which resets the connection
         settings = {CLUSTER: described_cluster(worlds[0].cluster()), **CARD}
-        server = ChiefServer(worlds[0], settings, listener, time.monotonic() + 2.0, 2.0)
-        refusal = server.serve()
+        key = secret.of_job(worlds[0])
+
+        def say():
+            assert prove(first, worlds[1]) and prove(second, worlds[1])
+            first.sendall(hello)
+            second.sendall(hello)
+            second.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            second.close()  # which resets the connection
+
+        with ThreadPoolExecutor(1) as pool:
+            said = pool.submit(say)
+            server = ChiefServer(worlds[0], settings, listener, time.monotonic() + 2.0, 2.0, key)
+            refusal = server.serve()
+            said.result()
         first.close()
         server.close()
     assert refusal is not None
@@ -172,6 +190,7 @@ def test_a_rank_that_leaves_and_comes_again_is_counted_once(worlds):
         for _ in range(20):
             try:
                 with socket.create_connection((worlds[0].tasks[0].host, worlds[0].tasks[0].port)) as connection:
+                    assert prove(connection, worlds[1])
                     connection.sendall(as_line(hello_of(worlds[1])))
                     time.sleep(0.2)
                 break
@@ -223,6 +242,7 @@ def test_one_who_cannot_be_of_the_job_is_a_stranger_whatever_else_it_says(worlds
 
     def disturb():
         with connected_to(worlds[0].tasks[0]) as connection:
+            assert prove(connection, worlds[1])
             connection.sendall(json.dumps(hello).encode() + b"\n")
             assert connection.recv(1) == b""  # it is sent away
 
@@ -231,6 +251,125 @@ def test_one_who_cannot_be_of_the_job_is_a_stranger_whatever_else_it_says(worlds
         calls = [pool.submit(outcome, world, CARD, 20.0, 0.5 * rank) for rank, world in enumerate(worlds)]
         assert [call.result() for call in calls] == [True] * 3
         stranger.result()
+
+
+def test_a_process_with_another_secret_is_told_so_and_named(worlds, monkeypatch):
+    secrets = {0: b"the secret of the job", 1: b"another secret"}
+    monkeypatch.setattr(secret, "of_job", lambda of_world: secrets[of_world.rank])
+    chief, other = meet_all([(worlds[0], CARD, 2.0), (worlds[1], CARD, 2.0)])
+    assert "worker 1" in chief.sentence and "it does not know the secret of the job" in chief.sentence
+    assert "it does not know the secret of this process" in other.sentence
+    assert "TFDIST_SECRET_FILE" in chief.hint and "TFDIST_SECRET_FILE" in other.hint
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("rank", [1, 2])
+@pytest.mark.parametrize("attack", ["hello", "wrong proof", "reflected challenge", "replayed proof", "slow", "long"])
+def test_who_does_not_know_the_secret_learns_nothing_and_takes_no_place(worlds, attack, rank):
+    """A rank, a refused cluster or a short deadline of a stranger would end the job."""
+    hello = as_line(hello_of(worlds[rank]).model_copy(update={"cluster": "{}", "seconds": 0.01}))
+    received = []
+
+    def stranger():
+        with connected_to(worlds[0].tasks[0]) as connection, connection.makefile("rb") as lines:
+            challenge = lines.readline()
+            received.append(b"")
+            if attack == "hello":
+                connection.sendall(hello)
+            elif attack == "wrong proof":
+                connection.sendall(secret.Opening(b"").respond(challenge) + hello)
+            elif attack == "reflected challenge":
+                connection.sendall(challenge + hello)
+            elif attack == "replayed proof":
+                with connected_to(worlds[0].tasks[0]) as another, another.makefile("rb") as others:
+                    earlier = secret.Opening(secret.of_job(worlds[0])).respond(others.readline())
+                connection.sendall(earlier + hello)
+            elif attack == "slow":
+                for _ in range(20):
+                    connection.sendall(b"{")
+                    time.sleep(0.05)
+            else:
+                connection.sendall((1 << 63).to_bytes(8, "big") * 10_000)
+            with contextlib.suppress(ConnectionError):
+                received[0] = lines.read()
+
+    with ThreadPoolExecutor(4) as pool:
+        strange = pool.submit(stranger)
+        calls = [pool.submit(outcome, world, CARD, 20.0, 0.5 * rank) for rank, world in enumerate(worlds)]
+        assert [call.result() for call in calls] == [True] * 3
+        with contextlib.suppress(ConnectionError):
+            strange.result()
+    assert received == [b""]
+
+
+def test_silent_strangers_of_other_hosts_take_no_place_from_a_rank():
+    with selectors.DefaultSelector() as selector, socket.create_server(("127.0.0.1", 0)) as listener:
+        reception = Reception(selector, listener, Hello, lambda *_: True, b"key", most=4)
+        address = listener.getsockname()
+        strangers = [socket.create_connection(address, 5, ("127.0.0.2", 0)) for _ in range(3)]
+        rank = socket.create_connection(address, 5, ("127.0.0.3", 0))
+        strangers += [socket.create_connection(address, 5, ("127.0.0.2", 0)) for _ in range(9)]
+        for _ in range(5):
+            for key, events in selector.select(0.1):
+                key.data(events)
+        assert not _is_closed(rank)
+        assert [_is_closed(stranger) for stranger in strangers] == [True] * 9 + [False] * 3
+        reception.close()
+        for connection in (*strangers, rank):
+            connection.close()
+
+
+def _is_closed(connection):
+    connection.settimeout(5)
+    with connection.makefile("rb", buffering=0) as lines:
+        lines.readline()  # the challenge
+    connection.setblocking(False)
+    try:
+        return connection.recv(1) == b""
+    except BlockingIOError:
+        return False
+
+
+def test_without_a_secret_only_the_hosts_of_the_job_are_heard():
+    tasks = (Task("worker", 0, "127.0.0.5:2222"), Task("worker", 1, "127.0.0.6:2222"))
+    of_hosts = world.World(0, 2, 0, 1, "TF_CONFIG", tasks)
+    assert {"127.0.0.5", "127.0.0.6", "127.0.0.1"} <= rendezvous.hosts_of(of_hosts)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        server = ChiefServer(of_hosts, {CLUSTER: "", **CARD}, listener, time.monotonic() + 1.0, 1.0, b"")
+        stranger = socket.create_connection(listener.getsockname(), 5, ("127.0.0.7", 0))
+        refusal = server.serve()
+        server.close()
+        assert stranger.recv(1) == b""
+        stranger.close()
+    assert "A connection from 127.0.0.7 was refused: it is not a host of the job" in refusal.sentence
+
+
+def test_a_host_whose_name_cannot_be_resolved_is_named_at_once(monkeypatch):
+    monkeypatch.delenv("KUBERNETES_SERVICE_HOST", raising=False)
+    tasks = (Task("worker", 0, "localhost:2222"), Task("worker", 1, "no-such-host.invalid:2223"))
+    began = time.monotonic()
+    for rank in range(2):
+        error = outcome(world.World(rank, 2, 0, 1, "TF_CONFIG", tasks), CARD, 60.0)
+        assert "worker 1 (no-such-host.invalid:2223) is unknown" in error.sentence
+    assert time.monotonic() - began < 20
+
+
+def test_who_is_missing_in_an_exchange_is_named_to_everyone(worlds):
+    told = threading.Event()
+
+    def of(rank):
+        try:
+            with rendezvous.joined(worlds[rank], CARD, 20.0 if rank else 2.0) as exchange:
+                if rank == 2:
+                    return told.wait(20)
+                return exchange(b"")
+        except ClusterError as error:
+            told.set()
+            return error.sentence
+
+    with ThreadPoolExecutor(3) as pool:
+        chief, other, _ = pool.map(of, range(3))
+    assert "while the job starts" in chief and "worker 2 " in chief and other == chief
 
 
 def connected_to(task):

@@ -525,7 +525,7 @@ def test_a_job_that_is_joined_has_its_own_timeout_and_not_that_of_its_start():
 @pytest.mark.parametrize(
     ("count", "said"),
     [
-        (1, as_line(Hello(rank=1, name="x" * 32))),
+        (1, as_line(Hello(rank=1, proof="x" * 64))),
         (1, b""),
         (1, b"x"),
         (3, b"GET / HTTP/1.1\r\n\r\n"),

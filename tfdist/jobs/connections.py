@@ -4,7 +4,7 @@
     Probe, Search         find out which processes can be reached
     LineConnection        an open connection that carries lines, driven by a selector
     Reception             accepts connections, and closes those that do not identify themselves
-    Member, Hello         how a process describes itself to the others, and how a connection to it begins
+    Member, Hello         how a process describes itself to the others, and how it names itself on a connection
     SentError, gone       the error with which a job ends, as all processes raise it
 
 A selector has a callback for each of its sockets as its key's data, which is called with the events.
@@ -19,7 +19,7 @@ import os
 import selectors
 import socket
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
@@ -28,12 +28,14 @@ from typing import Any, Generic, NamedTuple, TypeVar
 from pydantic import BaseModel, StrictInt, ValidationError
 
 from tfdist.errors import ClusterError, DisagreementError
+from tfdist.jobs import secret
 from tfdist.jobs.world import World
 
 LONGEST_LINE_BYTES = 1 << 16
 SECONDS_TO_IDENTIFY = 5.0
 SECONDS_AFTER_ERROR = 0.05
 MOST_STRANGERS = 64  # unidentified connections
+ANOTHER = "another process answers"
 
 FirstMessage = TypeVar("FirstMessage", bound=BaseModel)
 # An all-gather: takes the message of this process, and returns the messages of all processes by rank.
@@ -79,13 +81,13 @@ class Member(NamedTuple):
     """A process of the job, as it describes itself to all others.
 
     Attributes:
-        name: a random name, by which processes of the job recognize each other: on another network, the same address
-            may belong to another machine.
+        key: a random key, by which the process and those that connect to it recognize each other, see
+            `tfdist.jobs.secret`: on another network, the same address may belong to another machine.
         hosts: names and addresses by which others may reach the process.
         port: the port on which it listens.
     """
 
-    name: str
+    key: str
     hosts: list[str]
     port: int
 
@@ -98,15 +100,11 @@ class Member(NamedTuple):
 
 
 class Hello(BaseModel):
-    """The first line of a connection: the rank of the process that opened it, a name as proof, and what it is for.
-
-    The name is random and known only to the job: in the heartbeat that of the process itself, which is answered with
-    the name of the other; in the socket group that of the accepting process.
-    """
+    """Which process has opened a connection: its rank, and what the connection is for."""
 
     rank: StrictInt
-    name: str
     kind: StrictInt = 0
+    proof: str = ""  # see `tfdist.groups.sockets.connections`
 
 
 def as_line(message: BaseModel) -> bytes:
@@ -207,18 +205,22 @@ class LineConnection:
 
 
 class Reception(Generic[FirstMessage]):
-    """Accepts connections, and closes those whose first line does not identify a process of the job in time.
+    """Accepts connections, and closes those that do not identify a process of the job in time.
 
     Args:
         selector: calls this object back.
         listener: the socket that listens; it is not closed here.
-        form: what the first line contains, as JSON.
-        identify: called with a connection and its first line. It returns whether it has taken the connection over.
-        most: the number of unidentified connections, beyond which the oldest one is closed.
+        form: what the hello of a connection contains, as JSON.
+        identify: called with a connection and its hello. It returns whether it has taken the connection over.
+        key: what both sides prove to know before the hello, see `tfdist.jobs.secret`; `None` if the hello is the proof.
+        is_allowed: returns whether the host with an address may connect.
+        most: the number of unidentified connections, beyond which one is closed: the oldest from the host that has
+            opened the most of them.
         clock: returns the current time in seconds.
 
     Attributes:
         is_open: whether the listener still accepts connections; false once it is shut down.
+        refused: why connections of hosts were closed, by the address of the host; of the first few hosts.
     """
 
     def __init__(
@@ -227,12 +229,16 @@ class Reception(Generic[FirstMessage]):
         listener: socket.socket,
         form: type[FirstMessage],
         identify: Callable[[LineConnection, FirstMessage], bool],
+        key: bytes | None,
+        is_allowed: Callable[[str], bool] = lambda host: True,
         most: int = MOST_STRANGERS,
         clock: Callable[[], float] = time.monotonic,
     ):
         self.is_open = True
         self._selector, self._listener = selector, listener
-        self._form, self._identify, self._most, self._clock = form, identify, most, clock
+        self.refused: dict[str, str] = {}
+        self._form, self._identify, self._key, self._is_allowed = form, identify, key, is_allowed
+        self._most, self._clock = most, clock
         self._deadlines: dict[LineConnection, float] = {}  # of the unidentified connections, the oldest first
         listener.setblocking(False)
         selector.register(listener, selectors.EVENT_READ, self._accept)
@@ -270,15 +276,43 @@ class Reception(Generic[FirstMessage]):
                 time.sleep(SECONDS_AFTER_ERROR)
 
     def _receive(self, accepted: socket.socket, address: Any) -> None:
-        connection = LineConnection(self._selector, accepted, address[0])
+        host = str(address[0]).removeprefix("::ffff:")
+        if not self._is_allowed(host):
+            accepted.close()
+            self._note(host, "it is not a host of the job")
+            return
+        connection = LineConnection(self._selector, accepted, host)
         if len(self._deadlines) >= self._most:
-            self._close(next(iter(self._deadlines)))
+            self._close(self._superfluous())
         self._deadlines[connection] = self._clock() + SECONDS_TO_IDENTIFY
-        connection.received = lambda line: self._received(connection, line)
         connection.ended = lambda: self._close(connection)
+        if self._key is None:
+            connection.received = lambda line: self._identified(connection, line)
+        else:
+            acceptance = secret.Acceptance(self._key)
+            connection.received = lambda line: self._prove(connection, acceptance, line)
+            connection.send(acceptance.challenge())
         connection.read()  # often the first line has arrived already
 
-    def _received(self, connection: LineConnection, line: bytes) -> None:
+    def _superfluous(self) -> LineConnection:
+        """The connection to close for a new one: a host with many connections takes none from other hosts."""
+        [(busiest, _)] = Counter(connection.host for connection in self._deadlines).most_common(1)
+        return next(connection for connection in self._deadlines if connection.host == busiest)
+
+    def _prove(self, connection: LineConnection, acceptance: secret.Acceptance, line: bytes) -> None:
+        response = acceptance.respond(line)
+        if response is None:
+            self._note(connection.host, "it does not know the secret of the job")
+            self._close(connection)
+        else:
+            connection.send(response)
+            connection.received = lambda line: self._identified(connection, line)
+
+    def _note(self, host: str, reason: str) -> None:
+        if len(self.refused) < MOST_STRANGERS:
+            self.refused.setdefault(host, reason)
+
+    def _identified(self, connection: LineConnection, line: bytes) -> None:
         try:
             is_taken = self._identify(connection, self._form.model_validate_json(line))
         except ValidationError:
@@ -413,15 +447,15 @@ class _Attempt:
 
 
 class Candidate(NamedTuple):
-    """A process that a search may connect with."""
+    """A process that a search may connect with; the key is that of `Member`."""
 
     rank: int
-    name: str
+    key: str
     addresses: Sequence[Address]
 
 
 class Search:
-    """Connects with the first of several processes that answers with its name.
+    """Connects with the first of several processes that proves to know its key.
 
     The next address is tried when an attempt has failed, or takes longer than a moment; the earlier attempt may still
     be answered first.
@@ -429,7 +463,7 @@ class Search:
     Args:
         selector: calls this object back.
         candidates: the processes, the preferred one first.
-        hello: the first line that this process sends.
+        hello: what this process then sends.
         connected: called once, with the rank and the connection.
         now: the time at the start, in seconds of any clock.
         patience_seconds: how long each address may take to answer.
@@ -493,9 +527,9 @@ class Search:
                 return
             connection = attempt.connection = LineConnection(self._selector, result)
             attempt.until = self._now + self._patience
-            connection.received = lambda line: self._received(attempt, candidate.name, line)
+            opening = secret.Opening(candidate.key.encode())
+            connection.received = lambda line: self._prove(attempt, opening, line)
             connection.ended = lambda: self._fail(attempt, "it does not answer")
-            connection.send(self._hello)
 
         if address.sockaddr is None:
             self._fail(attempt, address.reason)
@@ -505,11 +539,22 @@ class Search:
         except OSError as error:  # this process has no more file descriptors
             self._fail(attempt, described(error))
 
-    def _received(self, attempt: _Attempt, name: str, line: bytes) -> None:
+    def _prove(self, attempt: _Attempt, opening: secret.Opening, line: bytes) -> None:
         connection = attempt.connection
-        if line != name.encode() or not isinstance(connection, LineConnection):
-            self._fail(attempt, "another process answers")
+        assert isinstance(connection, LineConnection)
+        try:
+            connection.send(opening.respond(line))
+        except ValueError:
+            self._fail(attempt, ANOTHER)
             return
+        connection.received = lambda line: self._connect(attempt, connection, opening.is_proved_by(line))
+        connection.ended = lambda: self._fail(attempt, ANOTHER)
+
+    def _connect(self, attempt: _Attempt, connection: LineConnection, is_proved: bool) -> None:
+        if not is_proved:
+            self._fail(attempt, ANOTHER)
+            return
+        connection.send(self._hello)
         self._attempts.remove(attempt)
         self.close()
         self._connected(attempt.rank, connection)

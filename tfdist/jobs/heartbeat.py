@@ -102,11 +102,9 @@ class Heartbeat:
         self._sampler = _StateSampler(counts, activity)
         self._missed_seconds: dict[int, float] = {}
         self._reported: set[int] = set()
-        is_local = world.local_world_size == world.world_size
-        # The port may be open to everyone: connections are closed unless they name a process of the job.
-        self._listener = socket.create_server(("localhost", 0)) if is_local else ports.listen_anywhere()
-        host, port = self._listener.getsockname()[:2]
-        member = Member(secrets.token_hex(8), [host] if is_local else _hosts(world), port)
+        self._listener, host = ports.listen_for(world)
+        port = self._listener.getsockname()[1]
+        member = Member(secrets.token_hex(16), _hosts(world) if host is None else [host], port)
         self._tree = Tree(world.rank, exchange(member.message()), self._listener, limits.seconds)
         self._tree.join()
         self.unreachable = self._tree.unreachable

@@ -304,7 +304,9 @@ class Tree:
         self._own = Summary()
         self._clock, self._last_look = 0.0, time.monotonic()
         self._selector = selectors.DefaultSelector()
-        self._reception = Reception(self._selector, listener, Hello, self._identify, clock=lambda: self._clock)
+        self._reception = Reception(
+            self._selector, listener, Hello, self._identify, self._member(rank).key.encode(), clock=lambda: self._clock
+        )
         self._children: dict[int, _Neighbour] = {}
         self._losses = Losses(self._selector, self._member, len(members), self._children.keys(), self.grace_seconds)
         self._parent: _Neighbour | None = None
@@ -383,14 +385,13 @@ class Tree:
 
     def _identify(self, connection: LineConnection, hello: Hello) -> bool:
         rank = hello.rank
-        if rank not in self._below or self._member(rank).name != hello.name:
+        if rank not in self._below:
             return False
         if rank in self._children:
             self._children[rank].connection.close()
         child = self._children[rank] = _Neighbour(rank, connection, self._clock)
         connection.received = functools.partial(self._receive, child)
         connection.ended = functools.partial(self._lose_child, child)
-        connection.send(self._member(self._rank).name.encode() + b"\n")
         self._has_news_up |= rank in self._losses.lost or self._is_adopted(rank)
         self._losses.forget([rank])
         return True
@@ -452,7 +453,7 @@ class Tree:
         self._search = Search(
             self._selector,
             candidates,
-            as_line(Hello(rank=self._rank, name=self._member(self._rank).name)),
+            as_line(Hello(rank=self._rank)),
             self._join_at,
             now=self._clock,
             patience_seconds=patience_seconds,
@@ -532,6 +533,6 @@ def _candidates(members: Mapping[int, Member]) -> list[Candidate]:
         with ThreadPoolExecutor() as pool:  # resolving a host name may take long
             resolved = list(pool.map(addresses, members.values()))
     return [
-        Candidate(rank, member.name, of_member)
+        Candidate(rank, member.key, of_member)
         for (rank, member), of_member in zip(members.items(), resolved, strict=True)
     ]

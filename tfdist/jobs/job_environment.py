@@ -30,6 +30,8 @@ END_SECONDS = "TFDIST_END_SECONDS"  # how long after SIGTERM the launcher sends 
 TYPED = "TFDIST_TYPED"  # the command that started the job, as the user typed it
 CLUSTER = "TFDIST_CLUSTER"  # a file with the addresses of all processes, if TF_CONFIG would be too long
 TASK = "TFDIST_TASK"  # set with CLUSTER: the role and the index of this process, as in TF_CONFIG
+SECRET = "TFDIST_SECRET"  # what processes of the job know and other programs do not
+SECRET_FILE = "TFDIST_SECRET_FILE"  # a file with the secret
 PROCESS = "TFDIST_PROCESS"  # the agent that started a process, and its number there; descendants inherit it
 
 # The limit for `name=value` and the null byte behind it: Linux' MAX_ARG_STRLEN, see execve(2).

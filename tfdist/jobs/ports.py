@@ -1,4 +1,4 @@
-"""Ports of this machine for servers that listen on every interface, as TensorFlow's do."""
+"""Ports of this machine, for TensorFlow's servers, which listen on every interface, and for tfdist's own."""
 
 from __future__ import annotations
 
@@ -8,9 +8,12 @@ import os
 import socket
 import stat
 
+from tfdist.jobs.world import World
+
 # With this variable, TensorFlow's servers use a port although another process of the same user has bound it, if that
 # process does not listen. So a port can be reserved for a process until the process ends.
 SHARE = "TF_GRPC_REUSE_PORT"
+BACKLOG = 128
 
 
 def hold(port: int = 0) -> socket.socket:
@@ -21,7 +24,7 @@ def hold(port: int = 0) -> socket.socket:
     return reserved
 
 
-def listen(port: int, backlog: int = 128) -> socket.socket:
+def listen(port: int, backlog: int = BACKLOG) -> socket.socket:
     """A socket that listens as TensorFlow's server will; `backlog` connections may wait to be accepted.
 
     Raises:
@@ -40,12 +43,19 @@ def listen(port: int, backlog: int = 128) -> socket.socket:
     return listener
 
 
-def listen_anywhere() -> socket.socket:
-    """A socket that listens on a free port of every interface, over IPv6 too if the machine supports it."""
+def listen_for(world: World) -> tuple[socket.socket, str | None]:
+    """A socket that listens on a free port for the processes of a job, and the address to reach it by.
+
+    If all processes are on this machine, it listens on the loopback interface. Otherwise it listens on every interface,
+    over IPv6 too if the machine supports it, and the address is `None`.
+    """
+    if world.local_world_size == world.world_size:
+        listener = socket.create_server(("localhost", 0), backlog=BACKLOG)
+        return listener, str(listener.getsockname()[0])
     listener = _on_every_interface()
     listener.bind(("", 0))
-    listener.listen(128)
-    return listener
+    listener.listen(BACKLOG)
+    return listener, None
 
 
 def hang_up(host: str, port: int) -> int:

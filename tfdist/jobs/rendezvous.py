@@ -1,12 +1,13 @@
 """The processes of a job connect before TensorFlow's servers start, so that an error can name one that is missing.
 
-    rank 1, 2, ...    send a hello to the chief's port         →  {"tfdist": 1, "rank": 1, "seconds": 60.0, ...}
-    chief             waits for all ranks, or the deadline     →  {"tfdist": 1, "refusal": null}, or the reason, to all
+    all               prove that they know the secret          →  see `tfdist.jobs.secret`
+    rank 1, 2, ...    send a hello to the chief's port         →  {"rank": 1, "seconds": 60.0, ...}
+    chief             waits for all ranks, or the deadline     →  {"refusal": null}, or the reason, to all
 
 The rendezvous uses the chief's own port in TF_CONFIG, which TensorFlow takes over afterwards; a rank that connects to
-TensorFlow there is late. Messages are lines of bounded length. The chief ignores everything else, since other programs
-may connect to the port. A large cluster is compared by its hash. Until they close their connections, the processes can
-exchange short messages through the chief. This module never imports TensorFlow.
+TensorFlow there is late. Messages are lines of bounded length. The chief closes all other connections, since other
+programs may connect to the port. A large cluster is compared by its hash. Until they close their connections, the
+processes can exchange short messages through the chief. This module never imports TensorFlow.
 """
 
 from __future__ import annotations
@@ -22,16 +23,19 @@ import selectors
 import socket
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Literal
 
-from pydantic import BaseModel, Field, StrictInt, ValidationError
+import psutil
+from pydantic import BaseModel, Field, StrictInt
 
+from tfdist import terminal
 from tfdist.errors import ClusterError, DisagreementError
-from tfdist.jobs import ports
+from tfdist.jobs import ports, secret
 from tfdist.jobs.connections import (
     LONGEST_LINE_BYTES,
     MOST_STRANGERS,
+    SECONDS_TO_IDENTIFY,
     Exchange,
     LineConnection,
     Reception,
@@ -39,9 +43,10 @@ from tfdist.jobs.connections import (
     as_line,
     connect,
     described,
+    gone,
     hung_up,
 )
-from tfdist.jobs.job_environment import START_SECONDS
+from tfdist.jobs.job_environment import SECRET_FILE, START_SECONDS
 from tfdist.jobs.tf_config import Task, means_itself
 from tfdist.jobs.world import World
 from tfdist.options import checked_seconds
@@ -64,6 +69,12 @@ SECONDS_TO_RECEIVE_ANSWER = 5.0
 CLUSTER = "TF_CONFIG cluster"
 # A longer cluster is compared by its hash, since a hello must stay short for any number of processes.
 LONGEST_CLUSTER_BYTES = 1000
+# A process resolves so many names of hosts, all at once.
+MOST_NAMES_TO_RESOLVE = 64
+SECONDS_TO_RESOLVE = 3.0
+KUBERNETES = "KUBERNETES_SERVICE_HOST"  # set in every container of a pod
+SHORTEST_SECONDS = 0.001
+MOST_REFUSED = 2  # in a message
 
 
 def meet(world: World, settings: Mapping[str, str], deadline_seconds: float) -> bool:
@@ -92,21 +103,35 @@ def joined(world: World, settings: Mapping[str, str], deadline_seconds: float) -
     if world.world_size == 1:
         yield lambda message: [message]
         return
+    key = secret.of_job(world)
+    deadline = time.monotonic() + deadline_seconds
+    require_known_names(world, deadline)
     task = world.tasks[world.rank]
     # TensorFlow's server, which listens on every interface, will need this port.
     _listen_on_every_interface(task).close()
-    cluster = described_cluster(world.cluster())
-    deadline = time.monotonic() + deadline_seconds
     if world.rank == 0:
-        settings = {CLUSTER: cluster, **settings}
+        if not key:
+            terminal.say(
+                "The processes of this job have no secret in common, and trust every program on its hosts. "
+                f"Set `{SECRET_FILE}` to a file with random bytes on each host to let them recognize each other."
+            )
+        settings = {CLUSTER: described_cluster(world.cluster()), **settings}
         listener = _listen(task, world.world_size)
-        with contextlib.closing(ChiefServer(world, settings, listener, deadline, deadline_seconds)) as server:
+        with contextlib.closing(ChiefServer(world, settings, listener, deadline, deadline_seconds, key)) as server:
             refusal = server.serve()
             if refusal is not None:
                 raise refusal.error()
             yield server.exchange
         return
-    reached = _ask_chief(world, cluster, settings, deadline, deadline_seconds)
+    hello = Hello(
+        rank=world.rank,
+        seconds=1.0,
+        deadline_seconds=deadline_seconds,
+        world_size=world.world_size,
+        cluster=described_cluster(world.cluster()),
+        settings=dict(settings),
+    )
+    reached = _ask_chief(world, hello, key, deadline)
     if reached is None:
         yield None
         return
@@ -114,7 +139,7 @@ def joined(world: World, settings: Mapping[str, str], deadline_seconds: float) -
     with connection:
         if answer.refusal is not None:
             raise answer.refusal.error()
-        yield functools.partial(_exchange_through_chief, connection, deadline_seconds)
+        yield functools.partial(_exchange_through_chief, connection, world.tasks[0], deadline_seconds)
 
 
 def begun_without(world: World) -> ClusterError:
@@ -156,58 +181,74 @@ def _is_address(host: str) -> bool:
     return False
 
 
-def _ask_chief(
-    world: World, cluster: str, settings: Mapping[str, str], deadline: float, deadline_seconds: float
-) -> tuple[socket.socket, Answer] | None:
+def _ask_chief(world: World, hello: Hello, key: bytes, deadline: float) -> tuple[socket.socket, Answer] | None:
     """The connection to the chief, and its answer to this rank; `None` if TensorFlow answers in its place."""
     chief = world.tasks[0]
     reason = "no time was left"
     while (left := deadline - time.monotonic()) > 0:
-        hello = Hello(
-            tfdist=1,
-            rank=world.rank,
-            seconds=left,
-            deadline_seconds=deadline_seconds,
-            world_size=world.world_size,
-            cluster=cluster,
-            settings=dict(settings),
-        )
         with contextlib.ExitStack() as stack:
             try:
                 # Each try resolves the name again: a host that drops packets may have got another address.
                 connection = connect(chief.host, chief.port, min(left, SECONDS_TO_CONNECT))
                 stack.enter_context(connection)
-                connection.sendall(as_line(hello))
                 reason = "it was reached and did not answer"
-                text = _read(connection, left + SECONDS_TO_RECEIVE_ANSWER, _is_answer)
+                if not _is_proved(connection, chief, key, min(left, SECONDS_TO_IDENTIFY)):
+                    return None
+                left = deadline - time.monotonic()
+                connection.sendall(as_line(hello.model_copy(update={"seconds": max(left, SHORTEST_SECONDS)})))
+                text = _read(connection, left + SECONDS_TO_RECEIVE_ANSWER, lambda data: data.endswith(b"\n"))
             except OSError as error:
                 if not isinstance(error, TimeoutError):
                     reason = described(error)
             else:
-                if text[LENGTH_BYTES:].startswith(HTTP2_SETTINGS):
-                    return None
                 if text:
-                    answer = _parsed_answer(text, chief)
+                    answer = Answer.model_validate_json(text)
                     stack.pop_all()
                     return connection, answer
         time.sleep(min(SECONDS_BETWEEN_TRIES, max(0.0, deadline - time.monotonic())))
     raise ClusterError(
-        f"{chief}, which is the chief, could not be reached within {deadline_seconds:g} s: {reason}",
-        f"start every process of the job, and see that `{chief.address}` can be reached from this machine",
+        f"{chief}, which is the chief, could not be reached within {hello.deadline_seconds:g} s: {reason}",
+        f"start every process of the job, see that `{chief.address}` can be reached from this machine, and give all "
+        f"processes the same `{SECRET_FILE}`, if any",
     )
 
 
-def _is_answer(text: bytes) -> bool:
+def _is_proved(connection: socket.socket, chief: Task, key: bytes, seconds: float) -> bool:
+    """Whether the chief and this process know the same secret; false if TensorFlow answers in place of the chief.
+
+    Raises:
+        OSError: the other side does not answer, or does not know the secret.
+        ClusterError: the other side is another program.
+    """
+    opening = secret.Opening(key)
+    text = _read(connection, seconds, _is_first)
+    if text[LENGTH_BYTES:].startswith(HTTP2_SETTINGS):
+        return False
+    if not text:
+        raise hung_up()
+    try:
+        connection.sendall(opening.respond(text))
+    except ValueError as error:
+        raise ClusterError(
+            f"Another program listens on the address of {chief}, the chief: it says `{ascii(text[:40])[2:-1]}`",
+            "end that program, or give the chief another port",
+        ) from error
+    if not opening.is_proved_by(_read(connection, seconds, lambda data: b"\n" in data)):
+        raise ConnectionRefusedError(0, "it does not know the secret of this process")
+    return True
+
+
+def _is_first(text: bytes) -> bool:
     """Whether `text` is a line, or enough to see that the other side is not the chief."""
     is_other = len(text) >= LENGTH_BYTES + len(HTTP2_SETTINGS) and not text.startswith(b"{")
-    return b"\n" in text or is_other or len(text) > LONGEST_ANSWER_BYTES
+    return b"\n" in text or is_other
 
 
 def _read(connection: socket.socket, seconds: float, is_complete: Callable[[bytes], bool]) -> bytes:
-    """Reads until the data is complete, or the other side hangs up."""
+    """Reads until the data is complete, is too long for an answer, or the other side hangs up."""
     until = time.monotonic() + seconds
     data = b""
-    while not is_complete(data):
+    while not is_complete(data) and len(data) <= LONGEST_ANSWER_BYTES:
         connection.settimeout(max(0.01, until - time.monotonic()))
         part = connection.recv(LONGEST_LINE_BYTES)
         if not part:
@@ -216,26 +257,78 @@ def _read(connection: socket.socket, seconds: float, is_complete: Callable[[byte
     return data
 
 
-def _exchange_through_chief(connection: socket.socket, seconds: float, message: bytes) -> list[bytes]:
+def _exchange_through_chief(connection: socket.socket, chief: Task, seconds: float, message: bytes) -> list[bytes]:
     """The message of each process, by rank; see `ChiefServer.exchange`."""
     try:
         connection.sendall(packed([message]))
-        line = _read(connection, seconds, lambda data: data.endswith(b"\n"))
-        if not line.endswith(b"\n"):
-            raise hung_up()
+        line = b""
+        while not line.endswith(b"\n"):
+            # The chief waits for `seconds` too, and then says who is missing.
+            connection.settimeout(seconds + SECONDS_TO_RECEIVE_ANSWER)
+            part = connection.recv(LONGEST_LINE_BYTES)
+            if not part:
+                raise hung_up()
+            line += part
     except OSError as error:
-        raise ClusterError.lost(f"A process of the job has gone: {described(error)}") from error
+        raise ClusterError.lost(f"{chief}, which is the chief, has gone: {described(error)}") from error
+    if line.startswith(b"{"):
+        raise SentError.model_validate_json(line).error()
     return unpacked(line)
 
 
-def _parsed_answer(text: bytes, chief: Task) -> Answer:
-    try:
-        return Answer.model_validate_json(text)
-    except ValidationError as error:
+def require_known_names(world: World, deadline: float) -> None:
+    """Requires that the names of the hosts of a job can be resolved, after a moment, or in Kubernetes at the deadline.
+
+    Kubernetes resolves the name of a pod as soon as the pod has an address, which may be later than the first pod
+    starts. In a large job only the chief resolves all names, since a name server has to answer each of them.
+
+    Args:
+        world: the job.
+        deadline: when to stop waiting, as a time of `time.monotonic`.
+
+    Raises:
+        ClusterError: a name cannot be resolved; the message names its processes.
+    """
+    hosts = list(dict.fromkeys(task.host for task in world.tasks if not _is_address(task.host)))
+    if not world.is_chief and len(hosts) > MOST_NAMES_TO_RESOLVE:
+        hosts = hosts[:1]
+    patience = float("inf") if KUBERNETES in os.environ else SECONDS_TO_RESOLVE
+    until = min(deadline, time.monotonic() + patience)
+    unknown = _unknown(hosts)
+    while unknown and time.monotonic() < until:
+        time.sleep(SECONDS_BETWEEN_TRIES)
+        unknown = _unknown(unknown)
+    if unknown:
+        host, reason = next(iter(unknown.items()))
+        ranks = [rank for rank, task in enumerate(world.tasks) if task.host in unknown]
         raise ClusterError(
-            f"Another program listens on the address of {chief}, the chief: it says `{ascii(text[:40])[2:-1]}`",
-            "end that program, or give the chief another port",
-        ) from error
+            f"The host of {world.named_all(ranks)} is unknown: `{host}`: {reason}",
+            "correct the name, or use an address at which all hosts of the job reach it",
+        )
+
+
+def _unknown(hosts: Iterable[str]) -> dict[str, str]:
+    """The names that cannot be resolved, with the reasons."""
+    hosts = list(hosts)
+    with ThreadPoolExecutor(MOST_NAMES_TO_RESOLVE) as pool:
+        return {host: reason for host, reason in zip(hosts, pool.map(_why_unknown, hosts), strict=True) if reason}
+
+
+def _why_unknown(host: str) -> str:
+    try:
+        socket.getaddrinfo(host, None)
+    except OSError as error:
+        return described(error)
+    return ""
+
+
+def hosts_of(world: World) -> set[str]:
+    """The addresses from which the processes of a job may connect to the chief, as far as its names can be resolved."""
+    allowed = {"127.0.0.1", "::1"}
+    for host in {task.host for task in world.tasks}:
+        with contextlib.suppress(OSError):
+            allowed |= {str(info[4][0]) for info in socket.getaddrinfo(host, None)}
+    return allowed | {entry.address for entries in psutil.net_if_addrs().values() for entry in entries}
 
 
 def can_connect(task: Task) -> bool:
@@ -270,7 +363,6 @@ def start_timeout_seconds(option: float | None) -> float:
 class Hello(BaseModel):
     """The first message of a rank: its number, its settings, and how long it will still wait."""
 
-    tfdist: Literal[1]
     rank: StrictInt = Field(gt=0)
     seconds: float = Field(gt=0, allow_inf_nan=False)  # until its deadline
     deadline_seconds: float = Field(gt=0, allow_inf_nan=False)  # as its user has set it
@@ -282,7 +374,6 @@ class Hello(BaseModel):
 class Answer(BaseModel):
     """The chief's message to all ranks at the end: the reason why the job cannot begin, or `None`."""
 
-    tfdist: Literal[1]
     refusal: SentError | None
 
 
@@ -324,6 +415,7 @@ class ChiefServer:
         listener: the socket on the chief's port, which is closed as soon as all ranks have their answer.
         deadline: when the chief stops waiting, as a time of `time.monotonic`.
         deadline_seconds: how long the chief waits, for messages.
+        key: the secret of the job; empty if it has none.
     """
 
     def __init__(
@@ -333,6 +425,7 @@ class ChiefServer:
         listener: socket.socket,
         deadline: float,
         deadline_seconds: float,
+        key: bytes,
     ):
         self.world = world
         self.settings: dict[int, Mapping[str, str]] = {0: settings}  # by rank
@@ -345,7 +438,9 @@ class ChiefServer:
         self.selector = selectors.DefaultSelector()
         self.listener = listener
         most = MOST_STRANGERS + world.world_size
-        self.reception = Reception(self.selector, listener, Hello, self._identify, most)
+        # Without a secret, at least the address must be that of a host of the job.
+        is_allowed = hosts_of(world).__contains__ if not key else lambda host: True
+        self.reception = Reception(self.selector, listener, Hello, self._identify, key, is_allowed, most)
 
     def serve(self) -> SentError | None:
         """Waits for all ranks, and returns the refusal that was sent to all of them, if any."""
@@ -357,7 +452,7 @@ class ChiefServer:
             self._handle_events(min(self.deadline, self.reception.next_deadline))
         self.refusal = self.refusal or self._difference(self.settings)
         self._stop_listening()
-        self._send(self._connections(), as_line(Answer(tfdist=1, refusal=self.refusal)), SECONDS_TO_RECEIVE_ANSWER)
+        self._send(self._connections(), as_line(Answer(refusal=self.refusal)), SECONDS_TO_RECEIVE_ANSWER)
         return self.refusal
 
     def exchange(self, message: bytes) -> list[bytes]:
@@ -373,11 +468,14 @@ class ChiefServer:
 
         self._handle_while(is_waiting, self.exchange_seconds)
         missing = [rank for rank in range(1, others + 1) if rank not in self.peers or not self.peers[rank].lines]
+        peers = [peer.connection for peer in self.peers.values()]
         if missing:
-            raise ClusterError.lost(f"A process of the job has gone: {self.world.named_all(missing, 'or')}")
+            error = gone(self.world, missing, self.exchange_seconds, ", while the job starts")
+            self._send(peers, as_line(SentError.of(error)), SECONDS_TO_CLOSE)
+            raise error
         lines = [self.peers[rank].lines.pop(0) for rank in range(1, others + 1)]
         messages = [message, *(unpacked(line)[0] for line in lines)]
-        self._send([peer.connection for peer in self.peers.values()], packed(messages), self.exchange_seconds)
+        self._send(peers, packed(messages), self.exchange_seconds)
         return messages
 
     def close(self) -> None:
@@ -444,11 +542,16 @@ class ChiefServer:
 
     def _missing(self) -> SentError:
         missing = [rank for rank in range(self.world.world_size) if rank not in self.settings]
+        refused = "".join(f". A connection from {host} was refused: {why}" for host, why in self._refused())
+        more = f", and give all of them the same `{SECRET_FILE}`" if refused else ""
         return SentError(
             differing=False,
-            sentence=f"{self.world.named_all(missing)} did not start within {self.deadline_seconds:g} s",
-            hint=f"start every process of the job, and see that each can reach `{self.world.tasks[0].address}`",
+            sentence=f"{self.world.named_all(missing)} did not start within {self.deadline_seconds:g} s{refused}",
+            hint=f"start every process of the job, and see that each can reach `{self.world.tasks[0].address}`{more}",
         )
+
+    def _refused(self) -> list[tuple[str, str]]:
+        return list(self.reception.refused.items())[:MOST_REFUSED]
 
     def _twice(self, first: _Peer, second: _Peer, rank: int) -> SentError:
         hosts = f"`{first.host}` and `{second.host}`"

@@ -25,6 +25,7 @@ from tfdist.options import checked_seconds
 # The environment variables that `mpirun` passes to other hosts.
 EXPORTED_VARIABLES = (
     job_environment.JOB,
+    job_environment.SECRET,
     job_environment.SHARE_CORES,
     job_environment.RESTART,
     job_environment.START_SECONDS,

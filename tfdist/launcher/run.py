@@ -13,6 +13,7 @@ import ctypes
 import fcntl
 import json
 import os
+import secrets
 import shlex
 import signal
 import socket
@@ -335,6 +336,8 @@ def environment_of(job: Job, restart: int, is_elastic: bool, isolated: bool) -> 
         "PYTHONUNBUFFERED": "1",
         job_environment.JOB: job.name,
         job_environment.TYPED: shlex.join(sys.orig_argv),
+        # The secret of one start: a process that an earlier start has left behind cannot join.
+        job_environment.SECRET: os.environ.get(job_environment.SECRET) or secrets.token_hex(32),
         job_environment.RESTART: str(restart),
         job_environment.START_SECONDS: f"{job.start_seconds:g}",
         job_environment.END_SECONDS: f"{SECONDS_TO_END_OF_MPIRUN if job.mpi else agent.SECONDS_TO_END:g}",

@@ -1,7 +1,8 @@
 """Connects the processes of a job by sockets: in a ring and in a tree at the start, and pairwise on demand.
 
-Before, an exchange by other means tells all processes where each process listens, and the random name that connections
-to it begin with.
+Before, an exchange by other means tells all processes where each process listens, and its random key. A connection
+begins with a proof of that key, for its rank and kind, and is accepted once. A challenge, as in `tfdist.jobs.secret`,
+would need an answer at once, and a process that computes gives none.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import NamedTuple
 
 from tfdist.errors import ClusterError
 from tfdist.groups.sockets.session import Link
-from tfdist.jobs import connections, ports
+from tfdist.jobs import connections, ports, secret
 from tfdist.jobs.connections import Exchange, Hello, LineConnection, Member, Reception, as_line
 from tfdist.jobs.tree import ancestors, children
 from tfdist.jobs.world import World
@@ -48,7 +49,7 @@ class Neighbours(NamedTuple):
 class Connections:
     """Opens connections to the other processes, and accepts theirs.
 
-    A connection begins with the name of the accepting process; all others are closed.
+    A connection begins with a proof of the accepting process's key; all others are closed.
 
     Args:
         world: the job with the addresses of all processes, and the rank of this process.
@@ -56,11 +57,11 @@ class Connections:
     """
 
     def __init__(self, world: World, exchange: Exchange):
-        self._listener = ports.listen_anywhere()
-        self._name, self._rank = secrets.token_hex(16), world.rank
-        member = Member(self._name, [world.tasks[world.rank].host], self._listener.getsockname()[1])
+        self._listener, host = ports.listen_for(world)
+        self._key, self._rank = secrets.token_hex(16), world.rank
+        member = Member(self._key, [host or world.tasks[world.rank].host], self._listener.getsockname()[1])
         self._selector = selectors.DefaultSelector()
-        self._reception = Reception(self._selector, self._listener, Hello, self._identify)
+        self._reception = Reception(self._selector, self._listener, Hello, self._identify, key=None)
         self._wanted: Callable[[Origin], bool]
         self._accepted: dict[Origin, Link]
         self._members = exchange(member.message())
@@ -74,7 +75,8 @@ class Connections:
         member = Member.parse(self._members[target.rank])
         connection = connections.connect(member.hosts[0], member.port, seconds)
         try:
-            connection.sendall(as_line(Hello(rank=self._rank, name=member.name, kind=target.kind)))
+            proof = _proof(member.key, Origin(target.kind, self._rank))
+            connection.sendall(as_line(Hello(rank=self._rank, kind=target.kind, proof=proof)))
         except OSError:
             connection.close()
             raise
@@ -132,11 +134,15 @@ class Connections:
 
     def _identify(self, connection: LineConnection, hello: Hello) -> bool:
         origin = Origin(hello.kind, hello.rank)
-        is_known = secrets.compare_digest(hello.name.encode(), self._name.encode())
+        is_known = secrets.compare_digest(hello.proof.encode(), _proof(self._key, origin).encode())
         if not is_known or origin in self._accepted or not self._wanted(origin):
             return False
         self._accepted[origin] = Link(hello.rank, *connection.detach())
         return True
+
+
+def _proof(key: str, origin: Origin) -> str:
+    return secret.proof(key.encode(), *origin)
 
 
 def connect(world: World, exchange: Exchange, seconds: float) -> tuple[Connections, Neighbours]:
