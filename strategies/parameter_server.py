@@ -50,7 +50,8 @@ class ParameterServerStrategy(ServedStrategy):
             each other; default: 0.9 divided by the number of workers.
         momentum: for `eamsgd`; default: 0.99.
         shard_bytes: the rows of larger variables are spread over the servers.
-        timeout_seconds: how long to wait for a silent worker, before its steps are given to another.
+        timeout_seconds: how long to wait for a silent process. Then the steps of a worker are given to another; without
+            the chief, or a parameter server, the job ends.
         start_timeout_seconds: how long the start waits for all processes; `None` uses the launcher's setting or 60.
         job_settings: settings that must be the same in all processes, as the versions of packages must.
         options: see `tfdist.strategies.base.Strategy`.

@@ -1,6 +1,7 @@
 """Fails when TensorFlow changes what `tfdist.internals.tensorflow` uses."""
 
 import copy
+import gc
 import inspect
 import multiprocessing.pool
 import signal
@@ -23,6 +24,7 @@ from tensorflow.python.distribute import (
     values,
 )
 from tensorflow.python.distribute.coordinator import cluster_coordinator
+from tensorflow.python.eager import context
 from tensorflow.python.framework import random_seed
 from tensorflow.python.ops import collective_ops
 
@@ -76,6 +78,22 @@ def test_what_a_sharded_variable_is_made_of_and_who_makes_it_exists():
     assert sharded._var_offsets == [[0], [1]]
     slices = sharded._decompose_indexed_slices(tf.IndexedSlices(tf.constant([3.0]), tf.constant([1])))
     assert [part.indices.numpy().tolist() for part in slices] == [[], [0]]
+
+
+def test_a_function_that_is_garbage_can_stay_registered(monkeypatch):
+    removed = []
+    monkeypatch.setattr(type(context.context()), "remove_function", lambda self, name: removed.append(name))
+    tf.function(lambda: tf.constant(1)).get_concrete_function()
+    gc.collect()
+    assert removed  # so this is the method by which TensorFlow removes functions
+    removed.clear()
+    tensorflow_coordinator.keep_functions()
+    try:
+        tf.function(lambda: tf.constant(1)).get_concrete_function()
+        gc.collect()
+        assert not removed
+    finally:
+        del context.context().remove_function
 
 
 def test_a_graph_can_call_a_function_that_its_process_serves_by_name():

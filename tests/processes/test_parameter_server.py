@@ -314,8 +314,39 @@ def test_the_error_of_the_chief_names_a_parameter_server_that_is_gone(tmp_path):
         server.kill()
         _, err = chief.communicate(timeout=30)
         assert chief.returncode == 3
-        assert "Gone: ps 0 (localhost:" in err and "Traceback" not in err
-        assert worker.wait(timeout=30) == 0
+        assert "ps 0 (localhost:" in err and "Traceback" not in err
+        _, err = worker.communicate(timeout=30)
+        assert worker.returncode == 3 and "Gone, or silent for 60 s: " in err
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("role", ["chief", "ps"])
+def test_every_process_that_lives_names_a_stopped_chief_or_parameter_server_in_time(tmp_path, role):
+    run_dir, roles = tmp_path / "run", ("chief", "worker", "ps")
+    options = ("--epochs", "20000", "--timeout-seconds", "5")
+    with by_hand(run_dir, *options, roles=roles, strategy="parameter_server") as processes:
+        wait_for_epochs(run_dir, 2, processes)
+        stopped = processes[roles.index(role)]
+        stopped.send_signal(signal.SIGSTOP)
+        began = time.monotonic()
+        for process in processes:
+            if process is not stopped:
+                _, err = process.communicate(timeout=60)
+                assert process.returncode == 3
+                assert f"error: Gone, or silent for 5 s: {role} 0 (localhost:" in err and "Traceback" not in err
+        assert time.monotonic() - began < 20
+    if role == "ps":
+        assert record(run_dir)["status"] == "failed"
+
+
+@pytest.mark.thorough
+def test_all_processes_end_without_an_error_after_the_chiefs_program(tmp_path):
+    options = ("--epochs", "1", "--limit", "320")
+    roles = ("chief", "worker", "ps")
+    with by_hand(tmp_path / "run", *options, roles=roles, strategy="parameter_server") as processes:
+        for process in processes:
+            _, err = process.communicate(timeout=120)
+            assert process.returncode == 0 and "error" not in err
 
 
 @pytest.mark.thorough

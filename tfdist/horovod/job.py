@@ -150,7 +150,7 @@ class Job:
                     _Exchange(self._world).exchange,
                     self._operations.counts,
                     self._limits,
-                    lambda error: process_exit.end_process(error, lambda code: None),
+                    process_exit.end_process,
                     self._activity,
                     self._hint,
                 )

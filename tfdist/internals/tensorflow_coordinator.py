@@ -33,6 +33,15 @@ def coordinator(strategy: tf.distribute.ParameterServerStrategy) -> tf.distribut
     return result
 
 
+def keep_functions() -> None:
+    """From now on, functions stay registered in all processes of the job until this process ends.
+
+    When a function is garbage, TensorFlow removes it from all processes, and waits for their answers without a limit
+    while it holds Python's global interpreter lock: if a process is stopped, no thread of this one runs any more.
+    """
+    context.context().remove_function = lambda name: None
+
+
 def on_each_worker(coordinator: Any, function: Callable[..., Any], *arguments: Any) -> Any:
     """The results of `function` on each worker, to pass to scheduled functions; computed again if a worker restarts."""
     return coordinator._create_per_worker_resources(function, args=arguments)

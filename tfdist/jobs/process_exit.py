@@ -13,9 +13,10 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from types import TracebackType
+from typing import NoReturn
 
 from tfdist import terminal
-from tfdist.errors import TfdistError
+from tfdist.errors import EXIT_INTERRUPTED, TfdistError
 from tfdist.jobs import job_environment
 
 _hooks: list[Callable[[int], None]] = []
@@ -23,6 +24,8 @@ _hooks: list[Callable[[int], None]] = []
 _closers: list[Callable[[str, str], None]] = []
 # Functions that wait for work that must be complete before this process ends itself, such as writing a checkpoint.
 _waits: list[Callable[[float | None], None]] = []
+# Held by the thread that ends this process.
+_ending = threading.Lock()
 SECONDS_TO_CLOSE = 3.0
 # Fraction of the time between SIGTERM and SIGKILL; the remaining time is for the work after the wait.
 FRACTION_TO_WAIT = 0.75
@@ -36,10 +39,27 @@ def at_failure(hook: Callable[[int], None]) -> None:
 
         def on_exception(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
             previous(kind, error, trace)
-            fail(getattr(error, "exit_code", 1))
+            fail(EXIT_INTERRUPTED if issubclass(kind, KeyboardInterrupt) else getattr(error, "exit_code", 1))
 
         sys.excepthook = on_exception
     _hooks.append(hook)
+
+
+def end_at_failure() -> None:
+    """From now on, this process ends after an error at once, without exit handlers and destructors.
+
+    Those of TensorFlow may wait for a lost process without limit. An interactive session continues after an error.
+    """
+    at_failure(_end_at_once)
+
+
+def _end_at_once(exit_code: int) -> None:
+    if hasattr(sys, "ps1"):
+        return
+    for wait in _waits:
+        wait(None)
+    _flush()
+    os._exit(exit_code)
 
 
 def wait_before_ending(wait: Callable[[float | None], None]) -> None:
@@ -91,12 +111,13 @@ def _read_signals(reader: int, numbers: Sequence[int]) -> None:
     os.close(reader)
 
 
-def end_process(error: TfdistError, finish: Callable[[int], None]) -> None:
+def end_process(error: TfdistError, finish: Callable[[int], None] = lambda exit_code: None) -> NoReturn:
     """Prints `error` and ends this process at once, from any thread, even if native code does not return.
 
     Closes the run, if this takes at most a few seconds, and waits until a checkpoint is written. No exit handlers run.
-    At the end, `finish` is called with the exit code.
+    At the end, `finish` is called with the exit code. If several threads call this, the first one ends the process.
     """
+    _ending.acquire()
     terminal.say(f"error: {error}")
     _close("failed", error.sentence, None)
     finish(error.exit_code)
@@ -111,8 +132,20 @@ def _seconds_until_killed() -> float | None:
 
 def _close(status: str, reason: str, seconds: float | None) -> None:
     until = None if seconds is None else time.monotonic() + seconds
-    closing = threading.Thread(target=lambda: [close(status, reason) for close in _closers], daemon=True)
+
+    def close_run() -> None:
+        for close in _closers:
+            close(status, reason)
+        _flush()
+
+    closing = threading.Thread(target=close_run, daemon=True)
     closing.start()
     closing.join(SECONDS_TO_CLOSE)
     for wait in _waits:
         wait(None if until is None else max(0.0, until - time.monotonic()))
+
+
+def _flush() -> None:
+    for stream in filter(None, (sys.stdout, sys.stderr)):
+        with contextlib.suppress(OSError, ValueError):  # it is closed
+            stream.flush()

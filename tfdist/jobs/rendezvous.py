@@ -38,6 +38,7 @@ from tfdist.jobs.connections import (
     SECONDS_TO_IDENTIFY,
     Exchange,
     LineConnection,
+    Loss,
     Reception,
     SentError,
     as_line,
@@ -331,22 +332,21 @@ def hosts_of(world: World) -> set[str]:
     return allowed | {entry.address for entries in psutil.net_if_addrs().values() for entry in entries}
 
 
-def can_connect(task: Task) -> bool:
-    """Whether something listens on the address of a task, even if its process is stopped."""
+def loss_of(task: Task) -> Loss | None:
+    """How the process of a task is lost; `None` if its server answers: TensorFlow's server sends the first message."""
     try:
-        connect(task.host, task.port, SECONDS_TO_FIRST_BYTE).close()
+        with connect(task.host, task.port, SECONDS_TO_FIRST_BYTE) as connection:
+            first = connection.recv(LENGTH_BYTES + len(HTTP2_SETTINGS))
+    except (ConnectionRefusedError, ConnectionResetError):
+        return Loss.CLOSED
     except OSError:
-        return False
-    return True
+        return Loss.SILENT
+    return None if first[LENGTH_BYTES:] == HTTP2_SETTINGS else Loss.CLOSED
 
 
 def serves(task: Task) -> bool:
-    """Whether the server of a task answers; TensorFlow's server sends the first message."""
-    try:
-        with connect(task.host, task.port, SECONDS_TO_FIRST_BYTE) as connection:
-            return connection.recv(LENGTH_BYTES + len(HTTP2_SETTINGS))[LENGTH_BYTES:] == HTTP2_SETTINGS
-    except OSError:
-        return False
+    """Whether the server of a task answers."""
+    return loss_of(task) is None
 
 
 def start_timeout_seconds(option: float | None) -> float:

@@ -15,11 +15,9 @@ import contextlib
 import dataclasses
 import functools
 import os
-import sys
-import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import tensorflow as tf
 
@@ -34,18 +32,17 @@ from tfdist.internals import keras_variables, tensorflow_coordinator
 from tfdist.internals import tensorflow as tensorflow_internals
 from tfdist.jobs import rendezvous
 from tfdist.jobs.job_environment import cores
+from tfdist.jobs.lookout import Limits
 from tfdist.jobs.tf_config import Task
 from tfdist.jobs.world import World
 from tfdist.options import checked_seconds
 from tfdist.parameter_server import closures, copies, data, sharded_variable
 from tfdist.parameter_server.closures import ClosureReplica
+from tfdist.parameter_server.endings import ChiefLookout, ServerLookout
 from tfdist.parameter_server.modes import Mode
 from tfdist.parameter_server.round_mesh import RoundMesh
 from tfdist.parameter_server.workers import Processes
 from tfdist.training.strategy import TrainingStrategy
-
-# How long a server keeps running after its chief can no longer be reached.
-SECONDS_WITHOUT_CHIEF = 6.0
 
 
 class ServedStrategy(TrainingStrategy):
@@ -87,7 +84,8 @@ class ServedStrategy(TrainingStrategy):
                 "start it with `--workers 2 --ps 1`, or name all three roles in `TF_CONFIG`",
             )
         job_settings = tuple(self._job_settings.items())
-        self._tf_strategy, coordinator = join(self._job, self._start_timeout_seconds, job_settings)
+        limits = Limits(self.timeout_seconds, self._start_timeout_seconds)
+        self._tf_strategy, coordinator = join(self._job, limits, job_settings)
         self.workers = Processes(self._job, coordinator, self.timeout_seconds)
         self.mode.settle(self.num_workers)
         self._data = data.Data(self.workers, self._job, self.device_data_bytes)
@@ -189,7 +187,7 @@ class ServedStrategy(TrainingStrategy):
 
 
 @functools.cache
-def join(world: World, start_timeout_seconds: float, job_settings: tuple[Any, ...]) -> tuple[Any, Any]:
+def join(world: World, limits: Limits, job_settings: tuple[Any, ...]) -> tuple[Any, Any]:
     """Joins the job; on workers and parameter servers this does not return.
 
     A process can join only once.
@@ -203,15 +201,17 @@ def join(world: World, start_timeout_seconds: float, job_settings: tuple[Any, ..
     """
     assert world.task is not None
     gpus = gpus_of(world, tf.config.get_visible_devices("GPU"), os.environ)
-    tensorflow_group.meet(world, "parameter_server", job_settings, start_timeout_seconds)
+    tensorflow_group.meet(world, "parameter_server", job_settings, limits.start_seconds)
     cluster = tf.train.ClusterSpec(world.cluster())
     if not world.is_chief:
-        _serve(world, world.task, cluster, gpus)
+        _serve(world, world.task, cluster, gpus, limits)
     device_choice.use_only_gpus(gpus)
     resolver = tf.distribute.cluster_resolver.SimpleClusterResolver(
         cluster, task_type="chief", task_id=0, rpc_layer="grpc"
     )
-    strategy = tf.distribute.ParameterServerStrategy(resolver)
+    tensorflow_coordinator.keep_functions()
+    with ChiefLookout(world, limits).start():
+        strategy = tf.distribute.ParameterServerStrategy(resolver)
     require_equal_gpus(world, [device.name for device in tf.config.list_logical_devices("GPU")])
     sharded_variable.install(strategy, parts=len(world.tasks_of("ps")))
     return strategy, tensorflow_coordinator.coordinator(strategy)
@@ -269,10 +269,11 @@ def server_config(world: World, gpus: Sequence[Any]) -> Any:
     return config
 
 
-def _serve(world: World, task: Task, cluster: tf.train.ClusterSpec, gpus: Sequence[Any]) -> None:
+def _serve(world: World, task: Task, cluster: tf.train.ClusterSpec, gpus: Sequence[Any], limits: Limits) -> NoReturn:
     """Serves the chief until the chief ends, then exits."""
     device_choice.use_only_gpus([])  # for the input pipeline, which runs in this process outside the server
     data.serve(world)
+    server_lookout = ServerLookout(world, limits)
     server = tf.distribute.Server(
         cluster,
         job_name=task.role,
@@ -281,11 +282,7 @@ def _serve(world: World, task: Task, cluster: tf.train.ClusterSpec, gpus: Sequen
         config=server_config(world, gpus),
         start=True,
     )
-    chief = world.tasks_of("chief")[0]
-    last_contact = time.monotonic()
-    while time.monotonic() - last_contact < SECONDS_WITHOUT_CHIEF:
-        time.sleep(1.0)
-        if rendezvous.can_connect(chief):
-            last_contact = time.monotonic()
-    del server
-    sys.exit(0)
+    try:
+        server_lookout.end_with_chief()
+    finally:
+        del server

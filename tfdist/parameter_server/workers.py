@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import re
 import time
-import warnings
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any
@@ -19,7 +18,7 @@ import tensorflow as tf
 
 from tfdist.errors import ClusterError
 from tfdist.internals import tensorflow_coordinator
-from tfdist.jobs import ports, rendezvous
+from tfdist.jobs import rendezvous
 from tfdist.jobs.tf_config import Task
 from tfdist.jobs.world import World
 
@@ -119,26 +118,19 @@ class Watchdog:
 
     def __init__(self, workers: Processes):
         self._workers = workers
-        self._started, self._deadline_seconds = time.monotonic(), workers.timeout_seconds
+        self._started = time.monotonic()
 
     def check(self) -> None:
-        """Drops silent workers after the timeout; called repeatedly.
+        """Ends a wait that takes too long; called repeatedly.
 
-        The closures of such a worker then fail as if it had died, and are reassigned. If it answers again, it gets
-        closures again.
+        Closures of silent workers fail after the timeout (see `tfdist.parameter_server.endings`), and are reassigned.
 
         Raises:
             ClusterError: no worker has finished a closure for too long.
         """
         waited, timeout = time.monotonic() - self._started, self._workers.timeout_seconds
-        if waited < self._deadline_seconds:
+        if waited < timeout + max(timeout, SECONDS_TO_REASSIGN):
             return
-        silent = self._workers.silent("worker")
-        if self._deadline_seconds > timeout:
-            names = ", ".join(map(str, silent or self._workers.job.tasks_of("worker")))
-            raise ClusterError.lost(f"No worker has finished a step for {waited:.0f} s: {names}")
-        for task in silent:
-            ports.hang_up(task.host, task.port)
-        if silent:
-            warnings.warn(f"Silent for {timeout:g} s: {', '.join(map(str, silent))}", stacklevel=2)
-        self._deadline_seconds += max(timeout, SECONDS_TO_REASSIGN)
+        silent = ", ".join(map(str, self._workers.silent("worker")))
+        names = silent or "all workers and parameter servers answer"
+        raise ClusterError.lost(f"No worker has finished a step for {waited:.0f} s: {names}")
