@@ -18,7 +18,7 @@ from tfdist.data_parallel.tf_distribute import WorkersMesh, WorkerVariables
 from tfdist.errors import UnknownNameError, UsageError
 from tfdist.groups import ProcessGroup, joining
 from tfdist.groups.packing import Packing
-from tfdist.groups.tensorflow import Communication, JoinedJob, TensorFlowGroup, join
+from tfdist.groups.tensorflow import Communication, JoinedJob, TensorFlowGroup, join, start_error
 from tfdist.interface import devices as device_choice
 from tfdist.interface.traits import Traits
 from tfdist.options import Seconds
@@ -68,6 +68,12 @@ class MultiWorkerStrategy(DataParallel):
         self._communication = communication
         settings = dict(job_settings or {}) | {"communication": communication}
         super().__init__(timeout_seconds=timeout_seconds, job_settings=settings, **options)
+
+    def set_up(self) -> None:
+        try:
+            super().set_up()
+        except tf.errors.OpError as error:
+            raise start_error(self.world, error) from error
 
     def join(self) -> ProcessGroup:
         if self.world.tasks_of("ps"):

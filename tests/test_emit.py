@@ -214,7 +214,7 @@ def scalar(text):
 
 def manifests(job, **options):
     documents = {document["kind"]: document for document in map(load, emit.kubernetes(job, **options).split("---\n"))}
-    assert list(documents) == ["NetworkPolicy", "Service", "Job"]
+    assert list(documents) == ["Secret", "NetworkPolicy", "Service", "Job"]
     return documents
 
 
@@ -226,6 +226,10 @@ def run_pod(documents, index, failures="0", **more):
     for variable in container["env"]:
         if "value" in variable:
             variables[variable["name"]] = expanded(variable["value"], variables)
+        elif "secretKeyRef" in variable["valueFrom"]:
+            reference = variable["valueFrom"]["secretKeyRef"]
+            assert reference["name"] == documents["Secret"]["metadata"]["name"]
+            variables[variable["name"]] = documents["Secret"]["stringData"][reference["key"]]
         else:
             (name,) = re.findall(r"metadata\.annotations\['(.*)'\]", variable["valueFrom"]["fieldRef"]["fieldPath"])
             variables[variable["name"]] = annotations[name]
@@ -265,6 +269,16 @@ def test_a_pod_knows_its_job_its_restarts_and_its_patience():
     names = ["TFDIST_JOB", "TFDIST_RESTART", "TFDIST_START_SECONDS"]
     job = Job(("-c", f"import os; print(*map(os.environ.get, {names}))"), start_seconds=600.0, name="07")
     assert run_pod(manifests(job), 0, failures="2") == "07 2 600\n"
+
+
+def test_the_processes_of_a_job_share_a_secret_of_their_own(tmp_path):
+    job = Job(("-c", "import os; print(os.environ['TFDIST_SECRET'])"), name="demo")
+    lines = run_slurm(emit.slurm(job), tmp_path, 2)[0].stdout.splitlines()
+    assert lines[0][3:] == lines[1][3:] and re.fullmatch("[0-9a-f]{64}", lines[0][3:])
+    documents, others = manifests(job), manifests(job)
+    of_pods = [run_pod(documents, rank).strip() for rank in range(2)]
+    assert of_pods[0] == of_pods[1] and re.fullmatch("[0-9a-f]{64}", of_pods[0])
+    assert run_pod(others, 0).strip() != of_pods[0]
 
 
 def test_the_parts_of_a_job_find_each_other():
@@ -314,9 +328,9 @@ def test_kubectl_reads_the_same_and_knows_every_field():
         del document["metadata"]["labels"]["a"]
         read, rest = [*read, document], rest.lstrip()[end:]
     assert read == mine
-    known = json.loads(kubectl("set", "env", "A=b", of=json.dumps(mine[2])))
+    known = json.loads(kubectl("set", "env", "A=b", of=json.dumps(mine[3])))
     assert known["spec"]["template"]["spec"]["containers"][0]["env"].pop() == {"name": "A", "value": "b"}
-    assert contains(known, mine[2])
+    assert contains(known, mine[3])
 
 
 def contains(whole, part):

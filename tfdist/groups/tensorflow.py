@@ -21,7 +21,7 @@ from tfdist.groups import CollectiveCounter, ExchangeTotals, ProcessGroup, broad
 from tfdist.groups.socket_group import SocketGroup
 from tfdist.internals import tensorflow as tensorflow_internals
 from tfdist.internals.tensorflow import runtime_started
-from tfdist.jobs import rendezvous, watchdog
+from tfdist.jobs import process_exit, rendezvous, watchdog
 from tfdist.jobs.connections import gone
 from tfdist.jobs.heartbeat import Heartbeat
 from tfdist.jobs.tf_config import Task
@@ -45,6 +45,7 @@ def current_index() -> int:
 PACKAGES = ("tfdist", "tensorflow", "keras", "numpy")
 # How long TensorFlow may take after an error to find out which processes are silent.
 SECONDS_TO_ASK = 5.0
+MOST_OF_REASON = 200  # characters
 
 Communication = tf.distribute.experimental.CommunicationImplementation
 
@@ -105,6 +106,7 @@ def join(
         return JoinedJob(tf.distribute.MultiWorkerMirroredStrategy(communication_options=options))
     if not meet(world, "multiworker", job_settings, start_timeout_seconds):
         raise rendezvous.begun_without(world)
+    process_exit.end_at_failure()  # TensorFlow's destructors may wait for a lost process without limit
     tensorflow_internals.configure_coordination(world.cluster(), timeout_seconds)
     task = world.task
     assert task is not None
@@ -117,6 +119,17 @@ def join(
     tensorflow_internals.around_collectives(counter.around)
     watch = watchdog.Watch(timeout_seconds, counter.counts, tensorflow_internals.abort_collectives)
     return JoinedJob(strategy, watch, counter)
+
+
+def start_error(world: World, error: Exception) -> ClusterError:
+    """The error for a job that TensorFlow cannot start, with the processes whose servers do not answer."""
+    silent = rendezvous.not_serving(world)
+    names = world.named_all(silent or [rank for rank in range(world.world_size) if rank != world.rank])
+    reason = str(error).partition("\n")[0][:MOST_OF_REASON]
+    return ClusterError(
+        f"TensorFlow cannot connect {world.named(world.rank)} with {names} at the start: {reason}",
+        "see the output of these processes, and see that the machines of the job reach all ports of each other",
+    )
 
 
 class TensorFlowGroup(ProcessGroup):

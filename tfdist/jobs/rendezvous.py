@@ -70,8 +70,8 @@ SECONDS_TO_RECEIVE_ANSWER = 5.0
 CLUSTER = "TF_CONFIG cluster"
 # A longer cluster is compared by its hash, since a hello must stay short for any number of processes.
 LONGEST_CLUSTER_BYTES = 1000
-# A process resolves so many names of hosts, all at once.
-MOST_NAMES_TO_RESOLVE = 64
+# The number of hosts that a process asks at once, and whose names every process resolves.
+MOST_HOSTS = 64
 SECONDS_TO_RESOLVE = 3.0
 KUBERNETES = "KUBERNETES_SERVICE_HOST"  # set in every container of a pod
 SHORTEST_SECONDS = 0.001
@@ -291,7 +291,7 @@ def require_known_names(world: World, deadline: float) -> None:
         ClusterError: a name cannot be resolved; the message names its processes.
     """
     hosts = list(dict.fromkeys(task.host for task in world.tasks if not _is_address(task.host)))
-    if not world.is_chief and len(hosts) > MOST_NAMES_TO_RESOLVE:
+    if not world.is_chief and len(hosts) > MOST_HOSTS:
         hosts = hosts[:1]
     patience = float("inf") if KUBERNETES in os.environ else SECONDS_TO_RESOLVE
     until = min(deadline, time.monotonic() + patience)
@@ -311,7 +311,7 @@ def require_known_names(world: World, deadline: float) -> None:
 def _unknown(hosts: Iterable[str]) -> dict[str, str]:
     """The names that cannot be resolved, with the reasons."""
     hosts = list(hosts)
-    with ThreadPoolExecutor(MOST_NAMES_TO_RESOLVE) as pool:
+    with ThreadPoolExecutor(MOST_HOSTS) as pool:
         return {host: reason for host, reason in zip(hosts, pool.map(_why_unknown, hosts), strict=True) if reason}
 
 
@@ -347,6 +347,14 @@ def loss_of(task: Task) -> Loss | None:
 def serves(task: Task) -> bool:
     """Whether the server of a task answers."""
     return loss_of(task) is None
+
+
+def not_serving(world: World) -> list[int]:
+    """The other ranks of a job whose servers do not answer."""
+    others = [rank for rank in range(world.world_size) if rank != world.rank]
+    with ThreadPoolExecutor(MOST_HOSTS) as pool:
+        answers = pool.map(lambda rank: serves(world.tasks[rank]), others)
+        return [rank for rank, is_serving in zip(others, answers, strict=True) if not is_serving]
 
 
 def start_timeout_seconds(option: float | None) -> float:

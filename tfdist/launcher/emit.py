@@ -16,11 +16,12 @@ from __future__ import annotations
 
 import json
 import re
+import secrets
 import shlex
 import textwrap
 
 from tfdist.errors import EXIT_USAGE, UsageError
-from tfdist.jobs.job_environment import JOB, RESTART, START_SECONDS
+from tfdist.jobs.job_environment import JOB, RESTART, SECRET, START_SECONDS
 from tfdist.jobs.slurm import PARAMETER_SERVERS
 from tfdist.launcher.job import Job
 
@@ -28,6 +29,7 @@ IMAGE = "registry.example.com/tfdist:edit-me"
 
 # Every pod has its own address, so that all can listen on the same port.
 POD_PORT = 2222
+SECRET_BYTES = 32
 
 # The longest name that Kubernetes allows for a service and for a host; a pod's host name ends with the pod's index.
 MAX_LABEL_LENGTH = 63
@@ -44,7 +46,13 @@ def slurm(job: Job) -> str:
     size = len(job.roles)
     command = shlex.join(("python", *job.command))
     step = f"srun --kill-on-bad-exit=1 --label --distribution=block {command}"
-    variables = [f'export {JOB}="slurm-$SLURM_JOB_ID"', f"export {START_SECONDS}={job.start_seconds:g}"]
+    variables = [
+        f'export {JOB}="slurm-$SLURM_JOB_ID"',
+        f"export {START_SECONDS}={job.start_seconds:g}",
+        "# By this secret, which `srun` passes on, the processes recognize each other.",
+        f"{SECRET}=$(od -An -N{SECRET_BYTES} -tx1 /dev/urandom | tr -d ' \\n')",
+        f"export {SECRET}",
+    ]
     if job.ps:
         variables += [
             "# The number of parameter servers, which are the last processes; the first is the chief, the rest train.",
@@ -124,7 +132,7 @@ exit "$status\""""
 
 
 def kubernetes(job: Job, image: str = IMAGE) -> str:
-    """Returns manifests for `kubectl apply`: a network policy, a service that names the pods, and the job itself.
+    """Returns manifests for `kubectl apply`: a secret, a network policy, a service that names the pods, and the job.
 
     Args:
         job: the job.
@@ -149,6 +157,8 @@ def kubernetes(job: Job, image: str = IMAGE) -> str:
         port=POD_PORT,
         job_variable=JOB,
         job_name=_quoted(job.name),
+        secret_variable=SECRET,
+        secret=secrets.token_hex(SECRET_BYTES),
         start_variable=START_SECONDS,
         start_seconds=_quoted(f"{job.start_seconds:g}"),
         restart_variable=RESTART,
@@ -179,6 +189,16 @@ def _role_of_rank(job: Job) -> str:
 _MANIFESTS = """\
 # Runs one program in {size} pods: `kubectl apply -f FILE`. Check the lines below `edit`. Needs Kubernetes 1.29.
 
+# By this secret, the pods recognize each other. Whoever reads this file knows it.
+apiVersion: v1
+kind: Secret
+metadata:
+  name: {name}
+  labels:
+    tfdist-job: {name}
+stringData:
+  secret: "{secret}"
+---
 # TensorFlow's servers have no authentication: anyone who can reach one can run code in its pod. Therefore only the
 # job's own pods may connect. The cluster's network plugin must enforce policies; not every plugin does. No ports are
 # listed, since NCCL uses further ports besides {port}.
@@ -278,6 +298,11 @@ spec:
                 {cluster}
             - name: {job_variable}
               value: {job_name}
+            - name: {secret_variable}
+              valueFrom:
+                secretKeyRef:
+                  name: {name}
+                  key: secret
             # edit: how long the first pod waits for the last one. This includes scheduling and pulling images.
             - name: {start_variable}
               value: {start_seconds}
