@@ -2,6 +2,8 @@
 
 import contextlib
 import socket
+import subprocess
+import sys
 import threading
 import time
 
@@ -133,3 +135,28 @@ def test_what_a_look_at_a_process_shows(monkeypatch):
     assert rendezvous.loss_of(task) is Loss.SILENT
     server.end()
     assert rendezvous.loss_of(task) is Loss.CLOSED and not rendezvous.serves(task)
+
+
+FAILING = """
+import atexit, sys, threading
+from tfdist.jobs import process_exit
+
+class Blocking:
+    def __del__(self):
+        threading.Event().wait()  # like TensorFlow's objects whose server is stopped
+
+process_exit.end_at_failure()
+kept = Blocking()
+print("before", end="")
+raise {error}
+"""
+
+
+@pytest.mark.parametrize(
+    ("error", "code"), [("KeyboardInterrupt", 130), ("ValueError('wrong')", 1)], ids=["interrupt", "error"]
+)
+def test_a_process_ends_after_an_error_although_a_destructor_waits_without_limit(error, code):
+    command = [sys.executable, "-c", FAILING.replace("{error}", error)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=30)
+    assert (done.returncode, done.stdout) == (code, "before")
+    assert error.partition("(")[0] in done.stderr
