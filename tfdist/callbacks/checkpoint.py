@@ -420,7 +420,7 @@ class _Store:
         self.folder = folder
         self._keep = keep
         self._run = run
-        self.facts = {BEGAN: datetime.now(UTC).isoformat()} if run is None else run
+        self.facts: dict[str, int | str] = {BEGAN: datetime.now(UTC).isoformat()} if run is None else run
         self._ahead: Stored | None = None
 
     def read_ahead(self) -> Stored | None:
