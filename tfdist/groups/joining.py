@@ -86,11 +86,11 @@ def join_horovod(
     """Joins the job by Horovod, which a process can do once; `timeline` is the file to write its timeline to."""
     horovod.load()
     settings = horovod_settings(world.world_size, timeout_seconds)
+    meeting: contextlib.AbstractContextManager[dict[str, str]] = contextlib.nullcontext({})
     if world.world_size == 1 or world.tasks:
         meeting = horovod.meeting_over_gloo(world, {"strategy": "horovod"}, timeout_seconds, start_timeout_seconds)
     else:
         horovod.require_reachable(world)
-        meeting = contextlib.nullcontext({})
     with meeting as variables:
         horovod.set_unless_set(settings | variables)
         if timeline is not None:
