@@ -36,6 +36,16 @@ adapt() { # patches the source in the folder $1
   local block='/if (timeline_env) {/,/should_enable_timeline = true/'
   local condition='is_coordinator || std::getenv("HOROVOD_TIMELINE_EVERY_RANK")'
   sed --in-place "$block s/is_coordinator/$condition/" "$1/horovod/common/operations.cc"
+  # The connections of process sets use the interface HOROVOD_GLOO_IFACE, as all others do; not the address that this
+  # host's own name resolves to, which is a loopback address on Debian.
+  sed --in-place '/::InitializeForProcessSet/,/CreateDevice/ s/= gloo_iface_;/= global_context.gloo_iface_;/' \
+    "$1/horovod/common/gloo/gloo_context.cc"
+  # If the processes cannot connect, `hvd.init` raises an error; the process is not aborted.
+  local loop='[] { try { BackgroundThreadLoop(horovod_global); } catch (const std::exception\& error) {'
+  loop+=' if (horovod_global.initialization_done) throw;'
+  loop+=' LOG(ERROR) << "Horovod cannot start: " << error.what(); horovod_global.initialization_failed = true; } }'
+  sed --in-place "s/std::thread(BackgroundThreadLoop, std::ref(horovod_global))/std::thread($loop)/" \
+    "$1/horovod/common/operations.cc"
 }
 
 build_wheel() { # into the folder $1
@@ -49,7 +59,8 @@ build_wheel() { # into the folder $1
     --dest "$build" "horovod==$horovod"
   tar --extract --gzip --directory "$build" --file "$build/horovod-$horovod.tar.gz"
   adapt "$build/horovod-$horovod"
-  HOROVOD_WITH_TENSORFLOW=1 HOROVOD_WITHOUT_PYTORCH=1 HOROVOD_WITHOUT_MXNET=1 HOROVOD_WITH_MPI=1 HOROVOD_WITH_GLOO=1 \
+  # The local version lets tfdist recognize a Horovod with these patches.
+  HOROVOD_LOCAL_VERSION=tfdist HOROVOD_WITH_TENSORFLOW=1 HOROVOD_WITHOUT_PYTORCH=1 HOROVOD_WITHOUT_MXNET=1 HOROVOD_WITH_MPI=1 HOROVOD_WITH_GLOO=1 \
     "$build/venv/bin/python" -m pip wheel --no-deps --no-build-isolation --wheel-dir "$build/wheel" \
     "$build/horovod-$horovod" > "$build/build.log" 2>&1 || {
     cp "$build/build.log" "$venv/horovod-build.log"

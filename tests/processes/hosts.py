@@ -1,12 +1,17 @@
-"""Two hosts on this machine: network namespaces with an address each, joined by a link that can be slowed and cut."""
+"""Two hosts on this machine: network namespaces with an address each, joined by a link that can be slowed and cut.
+
+Their /etc/hosts is that of Debian, in which a host's own name stands for a loopback address.
+"""
 
 import os
 import shutil
 import subprocess
+from pathlib import Path
 
 import pytest
 
 ADDRESSES = ("10.77.0.1", "10.77.0.2")
+NAMES = ("debian-a", "debian-b")
 LINK = "eth0"
 SLOWED = "tbf rate 1gbit burst 128kb latency 50ms"
 
@@ -29,9 +34,14 @@ class Hosts:
             ip("-n", name, "addr", "add", f"{address}/24", "dev", LINK)
             ip("-n", name, "link", "set", "lo", "up")
             ip("-n", name, "link", "set", LINK, "up")
+        for index, other in enumerate((1, 0)):
+            self._folder(index).mkdir(parents=True)
+            lines = ("127.0.0.1 localhost", f"127.0.1.1 {NAMES[index]}", f"{ADDRESSES[other]} {NAMES[other]}")
+            (self._folder(index) / "hosts").write_text("\n".join((*lines, "")))
 
     def close(self):
-        for name in self.names:
+        for index, name in enumerate(self.names):
+            shutil.rmtree(self._folder(index), ignore_errors=True)
             subprocess.run(["ip", "netns", "del", name], check=False, capture_output=True)
 
     def slow_down(self):
@@ -46,7 +56,12 @@ class Hosts:
 
     def inside(self, index):
         """What to put before a command that runs on one of them."""
-        return ("ip", "netns", "exec", self.names[index])
+        named = ("unshare", "--uts", "sh", "-c", 'hostname "$0" && exec "$@"', NAMES[index])
+        return ("ip", "netns", "exec", self.names[index], *named)
+
+    def _folder(self, index):
+        """What `ip netns exec` puts over /etc."""
+        return Path("/etc/netns", self.names[index])
 
 
 def ip(*arguments):

@@ -9,7 +9,16 @@ import time
 
 import pytest
 
-from tests.processes.jobs import ROOT, RunningJob, clean_environment, record, require_horovod, signalled, train
+from tests.processes.jobs import (
+    ROOT,
+    RunningJob,
+    clean_environment,
+    free_addresses,
+    record,
+    require_horovod,
+    signalled,
+    train,
+)
 from tests.processes.test_contract import (
     BY_HAND,
     CALL,
@@ -56,6 +65,18 @@ weights = float(sum(abs(w).sum() for w in model.get_weights()))
 sys.stdout.write(f"ENGINE {strategy.group.engine}\\nLOSS {history['loss'][-1]}\\nWEIGHTS {weights}\\n")
 """
 
+LOST_AT_START = """
+import os, signal, sys
+import tfdist
+from tfdist.groups import horovod
+from tfdist.jobs.world import World
+
+if World.detect().rank == 1:
+    horovod.load().init = lambda: os.kill(os.getpid(), getattr(signal, sys.argv[1]))
+strategy = tfdist.strategy("horovod", timeout_seconds=3)
+with strategy.scope():
+    pass
+"""
 
 RESUMED = """
 import sys
@@ -301,6 +322,30 @@ class TestFaults:
         assert done.returncode == 2
         assert "`--model`: rank 0 has `mlp`, rank 1 has `cnn`" in done.stderr
         assert "Traceback" not in done.stderr
+
+    @pytest.mark.thorough
+    @pytest.mark.parametrize("number", ["SIGABRT", "SIGSTOP"], ids=["aborts", "hangs"])
+    def test_a_rank_that_is_lost_while_horovod_starts_is_named(self, tmp_path, number):
+        (tmp_path / "script.py").write_text(LOST_AT_START)
+        cluster = {"worker": free_addresses(2)}
+        started = [
+            subprocess.Popen(
+                [sys.executable, "script.py", number],
+                cwd=tmp_path,
+                env=clean_environment() | {"TF_CONFIG": json.dumps({"cluster": cluster, "task": task})},
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+            for task in ({"type": "worker", "index": index} for index in range(2))
+        ]
+        try:
+            _, errors = started[0].communicate(timeout=60)
+        finally:
+            for process in started:
+                process.kill()
+                process.communicate()
+        assert started[0].returncode == 3, errors
+        assert "error: Gone, or silent for 3 s: worker 1 (" in errors and "Traceback" not in errors
 
     @pytest.mark.thorough
     def test_a_network_interface_that_does_not_exist_is_told(self, tmp_path, script):

@@ -1,14 +1,16 @@
 """A job across two hosts: network namespaces with an address each, joined by a link that can be slowed and cut."""
 
 import contextlib
+import importlib.metadata
 import time
 
 import numpy as np
 import psutil
 import pytest
 
-from tests.processes.hosts import ADDRESSES, Hosts
-from tests.processes.jobs import epochs_done, record, start_by_hand, train, wait_for_epochs, weights
+from tests.processes.hosts import ADDRESSES, NAMES, Hosts
+from tests.processes.jobs import epochs_done, record, require_horovod, start_by_hand, train, wait_for_epochs, weights
+from tfdist.groups import horovod
 
 pytestmark = pytest.mark.thorough
 
@@ -32,16 +34,17 @@ class Cluster(Hosts):
             process.communicate()
         super().close()
 
-    def start(self, roles, run_dir, *options, strategy="multiworker"):
+    def start(self, roles, run_dir, *options, strategy="multiworker", called=ADDRESSES):
         """Starts the processes of a job, each with its TF_CONFIG on its host, and returns them in the order of `roles`.
 
         Args:
             roles: the host of each process by its role, as `WORKERS`.
+            called: how TF_CONFIG calls the hosts.
         """
         places = [(role, index, host) for role, hosts in roles.items() for index, host in enumerate(hosts)]
         cluster = {role: [] for role in roles}
         for position, (role, _, host) in enumerate(places):
-            cluster[role].append(f"{ADDRESSES[host]}:{FIRST_PORT + position}")
+            cluster[role].append(f"{called[host]}:{FIRST_PORT + position}")
         options = ("--timeout-seconds", TIMEOUT_SECONDS, *options)
         started = [
             start_by_hand(
@@ -131,6 +134,29 @@ def test_both_name_the_other_when_the_link_is_cut_for_good(hosts, tmp_path):
         other = 1 - rank
         assert f"Gone, or silent for {TIMEOUT_SECONDS} s: worker {other} ({ADDRESSES[other]}:" in err
         assert "Traceback" not in err
+
+
+@pytest.mark.parametrize("called", [ADDRESSES, NAMES], ids=["addresses", "names"])
+@pytest.mark.parametrize("strategy", ["multiworker", "horovod", "local_sgd"])
+def test_every_engine_connects_hosts_whose_own_names_are_loopback_addresses(hosts, tmp_path, strategy, called):
+    if strategy == "horovod":
+        require_horovod()
+        if horovod.PATCHED not in importlib.metadata.version("horovod"):
+            pytest.skip("Horovod is not patched for such hosts: run `make horovod`")
+    ended = end(hosts.start(WORKERS, tmp_path / "run", "--epochs", 1, strategy=strategy, called=called), seconds=120)
+    assert [code for code, _ in ended] == [0, 0], ended
+    assert epochs_of_both(tmp_path / "run") == 1
+
+
+def test_without_the_patch_of_horovod_both_refuse_such_hosts_at_once(hosts, tmp_path):
+    require_horovod()
+    if horovod.PATCHED in importlib.metadata.version("horovod"):
+        pytest.skip("Horovod is patched")
+    ended = end(hosts.start(WORKERS, tmp_path / "run", strategy="horovod"), seconds=60)
+    assert [code for code, _ in ended] == [2, 2], ended
+    for _, err in ended:
+        for rank, name in enumerate(NAMES):
+            assert f"could not reach worker {rank} ({ADDRESSES[rank]}:" in err and f"`{name}`, resolves to" in err
 
 
 class TestParameterServer:

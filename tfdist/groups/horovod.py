@@ -2,9 +2,9 @@
 
 Horovod matches tensors by the names of their operations, in any order. Source: horovod/tensorflow/mpi_ops.py.
 
-`meet_over_gloo` connects the processes if TF_CONFIG or Slurm describes them. It does what `horovodrun` does for the
+`meeting_over_gloo` connects the processes if TF_CONFIG or Slurm describes them. It does what `horovodrun` does for the
 processes that it starts: environment variables contain the rank of each process, and the chief runs the server through
-which the processes find each other.
+which the processes find each other, until they have.
 
 The timelines of all ranks are merged into one file, for Chrome or Perfetto:
 
@@ -26,9 +26,11 @@ import contextlib
 import functools
 import importlib
 import importlib.metadata
+import ipaddress
 import json
 import os
 import socket
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
@@ -41,16 +43,29 @@ import tensorflow as tf
 from tfdist import files
 from tfdist.errors import ClusterError, UsageError
 from tfdist.groups import CollectiveCounter, ExchangeTotals, ProcessGroup, mpi
-from tfdist.jobs import ports, rendezvous
-from tfdist.jobs.tf_config import means_itself
+from tfdist.jobs import ports, process_exit, rendezvous
+from tfdist.jobs.heartbeat import Heartbeat, Limits
 from tfdist.jobs.world import World
 
 RANK = "HOROVOD_RANK"
+CONTROLLER = "HOROVOD_CONTROLLER"
+DYNAMIC = "HOROVOD_DYNAMIC_PROCESS_SETS"
+# In the version of a Horovod that scripts/install_horovod.sh has patched.
+PATCHED = "+tfdist"
+LOOPBACK = "127.0.0.1"
+SECONDS_BETWEEN_LOOKS = 0.05  # of the rendezvous server, whether it is to end
 # How long rank 0 waits for the timelines that other ranks on its file system have begun.
 SECONDS_FOR_OTHERS = 20.0
 INSTALL = "run `make horovod`, or scripts/install_horovod.sh with the folder of the virtual environment"
+BUILD_AGAIN = f"{INSTALL}; or let the host's own name resolve to its address in the network, see /etc/hosts"
 
 Event = dict[str, Any]
+_set_here: set[str] = set()  # the environment variables that `set_unless_set` has set
+
+
+def set_by_others() -> set[str]:
+    """The names of the environment variables that this process has received."""
+    return os.environ.keys() - _set_here
 
 
 def load() -> Any:
@@ -87,7 +102,8 @@ class HorovodGroup(ProcessGroup):
         except Exception as error:
             raise ClusterError(
                 f"Horovod cannot start: {str(error).partition(chr(10))[0]}",
-                "see that all processes run, and that HOROVOD_GLOO_IFACE names a network interface of this machine",
+                "the log has the reason; see that all processes run, that their hosts reach all ports of each other, "
+                "and that HOROVOD_GLOO_IFACE, if set, names the network interface between them",
             ) from error
         self.rank, self.size = self._hvd.rank(), self._hvd.size()
         self.engine = "MPI" if self._hvd.mpi_enabled() else "Gloo"
@@ -127,30 +143,81 @@ class HorovodGroup(ProcessGroup):
             )
 
 
-def meet_over_gloo(world: World, job_settings: Mapping[str, str], start_timeout_seconds: float) -> dict[str, str]:
-    """Waits for all processes of `world`, and returns the environment variables with which Horovod connects them.
+@contextlib.contextmanager
+def meeting_over_gloo(
+    world: World, job_settings: Mapping[str, str], timeout_seconds: float, start_timeout_seconds: float
+) -> Iterator[dict[str, str]]:
+    """Waits for all processes of `world`, and yields the environment variables with which Horovod connects them.
+
+    Within the context, Horovod starts. Its rendezvous server is open until it has started in all processes, and a
+    process that is lost meanwhile ends the others, which would wait in Horovod without a limit.
 
     Args:
         world: the job with the addresses of its processes, or a single process.
         job_settings: settings that must be the same in all processes.
+        timeout_seconds: how long a process may be silent while Horovod starts.
         start_timeout_seconds: how long to wait for the processes.
 
     Raises:
-        ClusterError: as `tfdist.jobs.rendezvous.meet`.
+        ClusterError: as `tfdist.jobs.rendezvous.joined`, or a process was lost.
+        UsageError: the processes could not reach each other over Gloo.
     """
-    rendezvous.meet(world, job_settings, start_timeout_seconds)
-    if world.world_size > 1 and world.is_chief:
-        _serve_gloo(world.tasks[0].port)
-    return gloo_variables(world)
+    with rendezvous.joined(world, job_settings, start_timeout_seconds) as exchange:
+        if exchange is None:
+            raise rendezvous.begun_without(world)
+        if world.world_size == 1:
+            yield gloo_variables(world)
+            return
+        with _serving(world) if world.is_chief else contextlib.nullcontext():
+            problems = [message.decode() for message in exchange(_why_unreachable(world).encode()) if message]
+            if problems:
+                raise UsageError("; ".join(problems), BUILD_AGAIN)
+            # To the others, this process waits in an exchange until Horovod has started.
+            limits = Limits(timeout_seconds)
+            heartbeat = Heartbeat(world, exchange, lambda: (1, 0), limits, process_exit.end_process)
+            with contextlib.closing(heartbeat), heartbeat.work():
+                yield gloo_variables(world)
+                exchange(b"")
+
+
+def require_reachable(world: World) -> None:
+    """Requires that other hosts can reach this process over Gloo, if `horovodrun` has started it for Gloo.
+
+    Raises:
+        UsageError: they cannot.
+    """
+    problem = _why_unreachable(world) if os.environ.get(CONTROLLER) == "gloo" else ""
+    if problem:
+        raise UsageError(problem, BUILD_AGAIN)
+
+
+def _why_unreachable(world: World) -> str:
+    """Why other hosts could not reach this process over Gloo; empty if they can.
+
+    Horovod 0.28.1 itself opens some connections at the address of this host's own name, whatever HOROVOD_GLOO_IFACE is.
+    """
+    if _is_local(world) or PATCHED in importlib.metadata.version("horovod"):
+        return ""
+    name = socket.gethostname()
+    addresses = _addresses(name)
+    if addresses and not ipaddress.ip_address(addresses[0]).is_loopback:
+        return ""
+    place = f"resolves to `{addresses[0]}` there" if addresses else "cannot be resolved there"
+    return (
+        f"Other hosts could not reach {world.named(world.rank)} over Gloo: its host's own name, `{name}`, {place}, and "
+        "Horovod was built without the patch that makes it use the network interface"
+    )
 
 
 def set_unless_set(settings: Mapping[str, str]) -> None:
-    """Sets the environment variables of `settings` that the user has not set.
+    """Sets the environment variables of `settings` that the user has not set; those of an earlier start anew.
 
     Raises:
         UsageError: this machine does not have the network interface that is set.
     """
-    os.environ.update({name: value for name, value in settings.items() if name not in os.environ})
+    chosen = {name: value for name, value in settings.items() if name in _set_here or name not in os.environ}
+    os.environ.update(chosen)
+    _set_here.update(chosen)
     interface, existing = os.environ.get("HOROVOD_GLOO_IFACE"), psutil.net_if_addrs()
     if interface and interface not in existing:  # Gloo would end the process
         names = ", ".join(f"`{name}`" for name in sorted(existing))
@@ -167,7 +234,7 @@ def gloo_variables(world: World) -> dict[str, str]:
     # The machines that have a process with this local rank.
     across = [name for name, count in Counter(hosts).items() if count > world.local_rank]
     values = {
-        "HOROVOD_CONTROLLER": "gloo",
+        CONTROLLER: "gloo",
         "HOROVOD_CPU_OPERATIONS": "gloo",
         "HOROVOD_HOSTNAME": host,
         RANK: str(world.rank),
@@ -176,35 +243,76 @@ def gloo_variables(world: World) -> dict[str, str]:
         "HOROVOD_LOCAL_SIZE": str(world.local_world_size),
         "HOROVOD_CROSS_RANK": str(across.index(host)),
         "HOROVOD_CROSS_SIZE": str(len(across)),
-        "HOROVOD_GLOO_IFACE": _interface(host),
+        "HOROVOD_GLOO_IFACE": _interface(world),
     }
     if world.world_size > 1:
         chief = world.tasks[0]
-        address = socket.gethostbyname(chief.host)
+        address = LOOPBACK if _is_local(world) else socket.gethostbyname(chief.host)
         values |= {"HOROVOD_GLOO_RENDEZVOUS_ADDR": address, "HOROVOD_GLOO_RENDEZVOUS_PORT": str(chief.port)}
     return values
 
 
-def _interface(host: str) -> str:
-    """The network interface through which other machines reach this machine as `host`; empty if there is none."""
-    if means_itself(host):
+def _is_local(world: World) -> bool:
+    return world.local_world_size == world.world_size
+
+
+def _interface(world: World) -> str:
+    """The network interface through which the processes of the job reach this one; empty if there is none.
+
+    It is that of the host's address in the job. On its own host, a name may stand for a loopback address: then it is
+    the interface through which this host reaches another one.
+    """
+    if _is_local(world):
         return "lo"
-    host_addresses = {info[4][0] for info in socket.getaddrinfo(host, None)}
-    for name, addresses in psutil.net_if_addrs().items():
-        if any(address.address in host_addresses for address in addresses):
-            return name
+    host = world.tasks[world.rank].host
+    other = next(task for task in world.tasks if task.host != host)
+    interfaces = psutil.net_if_addrs()
+    for address in [*_addresses(host), *_address_towards(other.host, other.port)]:
+        for name, entries in interfaces.items():
+            if not ipaddress.ip_address(address).is_loopback and address in [entry.address for entry in entries]:
+                return name
     return ""
 
 
-def _serve_gloo(port: int) -> None:
-    """Starts Horovod's rendezvous server in the chief, on the chief's port of the job."""
+def _addresses(host: str) -> list[str]:
+    """The addresses of a host in the order in which they are used; none if its name cannot be resolved."""
+    with contextlib.suppress(OSError):
+        return [str(info[4][0]) for info in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)]
+    return []
+
+
+def _address_towards(host: str, port: int) -> list[str]:
+    """The address of this host in packets to another one; none is sent."""
+    with contextlib.suppress(OSError):
+        family, kind, _, _, target = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind) as unconnected:
+            unconnected.connect(target)
+            return [str(unconnected.getsockname()[0])]
+    return []
+
+
+@contextlib.contextmanager
+def _serving(world: World) -> Iterator[None]:
+    """Runs Horovod's rendezvous server within the context, on the chief's port of the job.
+
+    It is for all interfaces only if processes are on other hosts. If process sets may be added later, which requires
+    the server, it stays open.
+    """
     from horovod.runner.http.http_server import RendezvousHandler, RendezvousHTTPServer
-    from horovod.runner.util.threads import in_thread
 
     class Server(RendezvousHTTPServer):
         allow_reuse_port = ports.shared()
+        daemon_threads = True  # a silent client must not delay `server_close`
+        block_on_close = False
 
-    in_thread(target=Server(("", port), RendezvousHandler, False).serve_forever)
+    server = Server((LOOPBACK if _is_local(world) else "", world.tasks[0].port), RendezvousHandler, False)
+    threading.Thread(target=server.serve_forever, args=(SECONDS_BETWEEN_LOOKS,), daemon=True).start()
+    try:
+        yield
+    finally:
+        if os.environ.get(DYNAMIC, "0") in ("", "0"):
+            server.shutdown()
+            server.server_close()
 
 
 def timeline_of_rank(path: Path, rank: int) -> Path:

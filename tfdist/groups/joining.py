@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import functools
 import os
 import warnings
@@ -21,6 +22,8 @@ SECONDS_TO_CONNECT = 10.0
 # look, every other process sends a message to rank 0.
 SHORTEST_CYCLE_MS, LONGEST_CYCLE_MS = 0.1, 1.0
 CYCLE_MS_PER_PROCESS = 0.05
+# Gloo waits longer than the heartbeat for a silent process, whose error names the process.
+SECONDS_TO_NAME = 10
 NAMES = ("auto", "sockets", "mpi", "horovod")
 
 
@@ -83,14 +86,18 @@ def join_horovod(
     """Joins the job by Horovod, which a process can do once; `timeline` is the file to write its timeline to."""
     horovod.load()
     settings = horovod_settings(world.world_size, timeout_seconds)
+    meeting: contextlib.AbstractContextManager[dict[str, str]] = contextlib.nullcontext({})
     if world.world_size == 1 or world.tasks:
-        settings |= horovod.meet_over_gloo(world, {"strategy": "horovod"}, start_timeout_seconds)
-    horovod.set_unless_set(settings)
-    if timeline is not None:
-        # The second variable makes a Horovod of scripts/install_horovod.sh write a file per rank; others ignore it.
-        os.environ["HOROVOD_TIMELINE"] = str(horovod.begin_timeline(timeline, world.rank))
-        os.environ["HOROVOD_TIMELINE_EVERY_RANK"] = "1"
-    group = horovod.HorovodGroup()
+        meeting = horovod.meeting_over_gloo(world, {"strategy": "horovod"}, timeout_seconds, start_timeout_seconds)
+    else:
+        horovod.require_reachable(world)
+    with meeting as variables:
+        horovod.set_unless_set(settings | variables)
+        if timeline is not None:
+            # The second variable makes a Horovod of scripts/install_horovod.sh write a file per rank; others ignore it.
+            os.environ["HOROVOD_TIMELINE"] = str(horovod.begin_timeline(timeline, world.rank))
+            os.environ["HOROVOD_TIMELINE_EVERY_RANK"] = "1"
+        group = horovod.HorovodGroup()
     if timeline is not None:
         atexit.register(_end_timeline, group, timeline)
     return group
@@ -111,7 +118,7 @@ def horovod_settings(world_size: int, timeout_seconds: float) -> dict[str, str]:
         "HOROVOD_FUSION_THRESHOLD": "0",
         # Horovod takes a busy process for a dead one; `tfdist.jobs.heartbeat` distinguishes them.
         "HOROVOD_STALL_CHECK_DISABLE": "1",
-        "HOROVOD_GLOO_TIMEOUT_SECONDS": str(seconds),
+        "HOROVOD_GLOO_TIMEOUT_SECONDS": str(seconds + SECONDS_TO_NAME),
     }
 
 

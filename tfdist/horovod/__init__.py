@@ -15,7 +15,7 @@ and the `callbacks` are written for Keras 3. `init` also joins a job that TF_CON
 
 from __future__ import annotations
 
-import os
+import contextlib
 from typing import Any
 
 from tfdist.groups import horovod as engine
@@ -81,17 +81,22 @@ def init(
 
     Raises:
         UsageError: Horovod is not installed, its MPI library differs from that of the `mpirun` that started this
-            process, or a timeout is not a positive number.
+            process, other hosts cannot reach this one over Gloo, or a timeout is not a positive number.
         ClusterError: a process is missing.
     """
     busy_seconds = checked_callback_timeout(callback_timeout_seconds)
     limits = Limits(checked_seconds("timeout_seconds", timeout_seconds), busy_seconds)
     horovod = engine.load()
     world = World.detect()
-    if comm is None and world.tasks and not KNOWN_TO_HOROVOD & os.environ.keys():
-        variables = engine.meet_over_gloo(world, {"script of": __name__}, rendezvous.start_timeout_seconds(None))
+    meeting: contextlib.AbstractContextManager[dict[str, str]] = contextlib.nullcontext({})
+    if comm is None and world.tasks and not KNOWN_TO_HOROVOD & engine.set_by_others():
+        start_seconds = rendezvous.start_timeout_seconds(None)
+        meeting = engine.meeting_over_gloo(world, {"script of": __name__}, limits.seconds, start_seconds)
+    else:
+        engine.require_reachable(world)
+    with meeting as variables:
         engine.set_unless_set(variables)
-    horovod.init(comm, process_sets)
+        horovod.init(comm, process_sets)
     # Gloo reads the same variables as `World`; with `comm`, some processes may not take part.
     if comm is None and horovod.mpi_enabled():
         world.require_size(horovod.size(), "Horovod's MPI")
