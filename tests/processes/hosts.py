@@ -1,4 +1,4 @@
-"""Two hosts on this machine: network namespaces with an address each, joined by a link that can be slowed and cut."""
+"""Hosts on this machine: network namespaces with an address each, joined by a link that can be slowed and cut."""
 
 import os
 import shutil
@@ -6,29 +6,33 @@ import subprocess
 
 import pytest
 
-ADDRESSES = ("10.77.0.1", "10.77.0.2")
+ADDRESSES = tuple(f"10.77.0.{number}" for number in range(1, 9))
 LINK = "eth0"
 SLOWED = "tbf rate 1gbit burst 128kb latency 50ms"
 
 
 class Hosts:
-    """Two network namespaces of this machine; what they hold ends with them."""
+    """Network namespaces of this machine; what they hold ends with them."""
 
-    def __init__(self):
+    def __init__(self, count=2):
         # The names are this process' own: others may run the same tests.
-        self.names = [f"tfdist-{os.getpid()}-{index}" for index in range(len(ADDRESSES))]
+        self.names = [f"tfdist-{os.getpid()}-{index}" for index in range(count)]
 
     def open(self):
         if os.geteuid() != 0 or not all(map(shutil.which, ("ip", "tc"))):
             pytest.skip("only root can make network namespaces, with `ip` and `tc`")
         for name in self.names:
             ip("netns", "add", name)
-        one, other = self.names
-        ip("link", "add", LINK, "netns", one, "type", "veth", "peer", "name", LINK, "netns", other)
-        for name, address in zip(self.names, ADDRESSES, strict=True):
+        self.join()
+        for name, address in zip(self.names, ADDRESSES, strict=False):
             ip("-n", name, "addr", "add", f"{address}/24", "dev", LINK)
             ip("-n", name, "link", "set", "lo", "up")
             ip("-n", name, "link", "set", LINK, "up")
+
+    def join(self):
+        """Gives both hosts the ends of a cable."""
+        one, other = self.names
+        ip("link", "add", LINK, "netns", one, "type", "veth", "peer", "name", LINK, "netns", other)
 
     def close(self):
         for name in self.names:
