@@ -1,6 +1,7 @@
 """How the faults of the matrix are caused from outside; exceptions and exits are in `tests/faults/program.py`."""
 
 import os
+import shutil
 import signal
 import subprocess
 import uuid
@@ -8,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.faults.strangers import Strangers
 from tests.processes.hosts import run_or_skip
 
 UNRESOLVABLE = "no-such-host.invalid"
@@ -16,6 +18,32 @@ LOSS, DELAY_SECONDS = 0.3, 0.3
 DISK = "16m"
 CGROUPS = Path("/sys/fs/cgroup/memory")
 MEMORY_BYTES = 256 << 20  # more than the process has then
+CLOCK_AHEAD = """
+#define _GNU_SOURCE
+#include <dlfcn.h>
+#include <sys/time.h>
+#include <time.h>
+int clock_gettime(clockid_t clock, struct timespec *now) {
+    static int (*real)(clockid_t, struct timespec *);
+    if (!real) real = dlsym(RTLD_NEXT, "clock_gettime");
+    int result = real(clock, now);
+    if (clock == CLOCK_REALTIME) now->tv_sec += 3600;
+    return result;
+}
+time_t time(time_t *seconds) {
+    struct timespec now;
+    clock_gettime(CLOCK_REALTIME, &now);
+    if (seconds) *seconds = now.tv_sec;
+    return now.tv_sec;
+}
+int gettimeofday(struct timeval *restrict now, void *restrict zone) {
+    struct timespec precise;
+    clock_gettime(CLOCK_REALTIME, &precise);
+    now->tv_sec = precise.tv_sec;
+    now->tv_usec = precise.tv_nsec / 1000;
+    return 0;
+}
+"""
 
 
 def nothing(job):
@@ -59,6 +87,21 @@ def _limit_memory(job):
         pytest.skip(f"this system does not allow memory cgroups: {error}")
 
 
+def clock_ahead(job):
+    """The environment of a process whose clock is an hour ahead of the others'."""
+    if shutil.which("gcc") is None:
+        pytest.skip("a clock that is ahead needs gcc")
+    source, library = job.folder / "clock.c", job.folder / "clock.so"
+    source.write_text(CLOCK_AHEAD)
+    subprocess.run(["gcc", "-shared", "-fPIC", "-o", library, source, "-ldl"], check=True)
+    return {"LD_PRELOAD": str(library)}
+
+
+def _send_strangers(job):
+    job.strangers = Strangers(job)
+    job.at_end(job.strangers.close)
+
+
 def mount_small_disk(job):
     folder = job.folder / "checkpoints"
     run_or_skip("mount", "-t", "tmpfs", "-o", f"size={DISK}", "tmpfs", folder)
@@ -83,5 +126,6 @@ CAUSES = {
     "loss": _lose,
     "delay": _delay,
     "memory": _limit_memory,
+    "strangers": _send_strangers,
     "full disk": _fill_disk,
 }

@@ -80,6 +80,8 @@ def run(row):
         result.named = named_in(row, result)
         result.left = job.left()
         result.problems += differences(row, result)
+        if job.strangers and not job.strangers.attempts:
+            result.problems.append("no stranger has reached a port")
         return result
 
 
@@ -90,10 +92,11 @@ class Job:
         row: the row.
         processes: those that were started here, by their names: `launcher`, or `worker 0` and so on.
         hosts: the hosts on a switch, or `None`.
+        strangers: those that connect to its ports, or `None`.
     """
 
     def __init__(self, row):
-        self.row, self.processes, self.hosts = row, {}, None
+        self.row, self.processes, self.hosts, self.strangers = row, {}, None, None
         self.folder = Path(tempfile.mkdtemp(prefix="tfdist-row-"))
         self.moments, self.temporary = self.folder / "moments", self.folder / "tmp"
         for path in (self.moments, self.temporary, self.folder / "checkpoints"):
@@ -114,7 +117,8 @@ class Job:
             self.hosts.open()
         for position, (name, config) in enumerate(self._configs()):
             inside = self.hosts.inside(position) if self.hosts else ()
-            self._start(name, [*inside, *AS_COMMAND, PROGRAM], {"TF_CONFIG": json.dumps(config)})
+            clock = causes.clock_ahead(self) if (self.row.fault, self.row.role) == ("clock", name) else {}
+            self._start(name, [*inside, *AS_COMMAND, PROGRAM], clock | {"TF_CONFIG": json.dumps(config)})
 
     def _configs(self):
         """The name and the TF_CONFIG of each process that is started by hand."""
@@ -279,6 +283,8 @@ def differences(row, result):
             yield f"{name} does not say `{row.named}`"
         if row.fault != "exception" and "Traceback" in result.output[name]:
             yield f"{name} prints a traceback"
+    if row.says and row.says not in unframed("\n".join(result.output.values())):
+        yield f"no process says `{row.says}`"
     if result.left:
         yield f"left: {', '.join(result.left)}"
 

@@ -9,7 +9,7 @@ from tests.faults import rows, running, table
 
 
 def case(row):
-    marks = [pytest.mark.independent, pytest.mark.thorough if row.in_ci else pytest.mark.exhaustive]
+    marks = [pytest.mark.independent, pytest.mark.thorough if row in rows.IN_CI else pytest.mark.exhaustive]
     return pytest.param(row, id=row.name, marks=marks)
 
 
