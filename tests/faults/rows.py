@@ -132,10 +132,7 @@ def together(engine, **options):
         *by_hand(engine, "worker 1", "SIGKILL", "training", **more),
         *by_hand(engine, "worker 1", "SIGSTOP", "training", **more),
         *by_hand(engine, "worker 1", "exception", "training", **more),
-        *by_hand(engine, "worker 1", "exit", "training", **more),
         *by_hand(engine, "worker 1", "cut", "meeting", "training", **more),
-        *by_hand(engine, "worker 1", "unresolvable", "start", **more),
-        *launched(engine, "worker 1", "SIGSTOP", "training", **more),
     ]
 
 
@@ -162,23 +159,15 @@ def worker_lost(fault, *moments, **more):
     return served("worker 1", fault, *moments, **more)
 
 
-def over_mpi(engine):
-    """Rows of a job of `mpirun`, which names ranks itself; any exit code but 0 is right."""
-    mpi = {"arguments": ("--mpi",)}
-    lost = mpi | {"named": "rank 1", "exits": tuple(range(1, 256))}
-    return [
-        *launched(engine, "worker 1", "SIGKILL", "start", "training", **lost),
-        *launched(engine, "worker 1", "SIGTERM", "training", **lost),
-        *launched(engine, "worker 1", "SIGSTOP", "training", "validation", **lost),
-        *launched(engine, "worker 1", "exception", "training", **lost),
-        *launched(engine, "worker 1", "exit", "training", **lost),
-        *launched(engine, "launcher", "SIGKILL", "training", exits=(KILLED,), **mpi),
-        *launched(engine, "launcher", "SIGTERM", "training", **mpi),
-    ]
+MPI = {"arguments": ("--mpi",)}
+RANK_LOST = MPI | {"named": "rank 1", "exits": tuple(range(1, 256))}  # by `mpirun`, which names ranks itself
 
 
 ROWS = [
     *together("multiworker"),
+    *by_hand("multiworker", "worker 1", "exit", "training"),
+    *by_hand("multiworker", "worker 1", "unresolvable", "start"),
+    *launched("multiworker", "worker 1", "SIGSTOP", "training"),
     *by_hand("multiworker", "worker 1", "SIGKILL", "start", "validation", "checkpoint"),
     *by_hand("multiworker", "worker 1", "SIGKILL", "end", **LAST),
     *by_hand("multiworker", "worker 1", "SIGTERM", "training"),
@@ -210,6 +199,9 @@ ROWS = [
         **{"arguments": ("--restarts", "1"), "epochs": 6, "exits": (0,), "work_seconds": 20},
     ),
     *together("horovod"),
+    *by_hand("horovod", "worker 1", "exit", "training"),
+    *by_hand("horovod", "worker 1", "unresolvable", "start"),
+    *launched("horovod", "worker 1", "SIGSTOP", "training"),
     *by_hand("horovod", "worker 1", "SIGKILL", "start", "validation"),
     *by_hand("horovod", "worker 1", "SIGTERM", "training"),
     *by_hand("horovod", "worker 1", "one-way", "training"),
@@ -217,11 +209,14 @@ ROWS = [
     *by_hand("horovod", "worker 1", "strangers", "start", epochs=300, **TRAINS_ON),
     *by_hand("horovod", "worker 1", "clock", "start", epochs=3, **TRAINS_ON),
     *together("local_sgd"),
+    *by_hand("local_sgd", "worker 1", "unresolvable", "start"),
     *by_hand("local_sgd", "worker 1", "strangers", "start", epochs=300, **TRAINS_ON),
     *weak_network("local_sgd", "training"),
     *together("gossip"),
+    *launched("gossip", "worker 1", "SIGSTOP", "training"),
     *by_hand("gossip", "worker 1", "one-way", "training"),
     *together("pipeline", balance="memory"),
+    *by_hand("pipeline", "worker 1", "exit", "training", options={"balance": "memory"}),
     *by_hand("pipeline", "worker 0", "SIGSTOP", "validation", options={"balance": "memory"}),
     *served("ps 0", "SIGKILL", "start", "training", "checkpoint"),
     *served("ps 0", "SIGTERM", "training"),
@@ -248,8 +243,16 @@ ROWS = [
     *launched("parameter_server", "chief 0", "SIGKILL", "training", arguments=LAUNCH_SERVED),
     *launched("parameter_server", "chief 0", "SIGSTOP", "training", arguments=LAUNCH_SERVED),
     *launched("parameter_server", "launcher", "SIGKILL", "training", exits=(KILLED,), arguments=LAUNCH_SERVED),
-    *over_mpi("mpi"),
-    *over_mpi("mpi_split"),
+    *launched("mpi", "worker 1", "SIGKILL", "start", "training", **RANK_LOST),
+    *launched("mpi", "worker 1", "SIGTERM", "training", **RANK_LOST),
+    *launched("mpi", "worker 1", "SIGSTOP", "training", "validation", **RANK_LOST),
+    *launched("mpi", "worker 1", "exception", "training", **RANK_LOST),
+    *launched("mpi", "worker 1", "exit", "training", **RANK_LOST),
+    *launched("mpi", "launcher", "SIGKILL", "training", **MPI, exits=(KILLED,)),
+    *launched("mpi", "launcher", "SIGTERM", "training", **MPI),
+    *launched("mpi_split", "worker 1", "SIGKILL", "training", **RANK_LOST),
+    *launched("mpi_split", "worker 1", "SIGSTOP", "training", **RANK_LOST),
+    *launched("mpi_split", "worker 1", "exception", "training", **RANK_LOST),
 ]
 # Every fifth row, so that all strategies and most faults are among them; each commit runs one seventh of these in CI.
 IN_CI = ROWS[::5]
