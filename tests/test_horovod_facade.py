@@ -122,6 +122,14 @@ def test_a_model_without_an_optimizer_is_refused(tmp_path):
         hvd.load_model(tmp_path / "model.keras")
 
 
+def test_a_file_with_code_in_a_lambda_layer_is_not_loaded(tmp_path):
+    model = keras.Sequential([keras.Input((2,)), keras.layers.Lambda(lambda x: x + 1), keras.layers.Dense(1)])
+    model.compile("sgd", "mse")
+    model.save(tmp_path / "model.keras")
+    with pytest.raises(ValueError, match="unsafe"):
+        hvd.load_model(tmp_path / "model.keras")
+
+
 def test_a_name_that_is_private_is_not_looked_up_in_horovod():
     with pytest.raises(AttributeError, match="_nothing"):
         hvd._nothing  # noqa: B018
