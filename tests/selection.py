@@ -26,11 +26,13 @@ def mark_samples(items):
 def in_seventh(items, commit):
     """Of `items` the thorough ones that belong to the seventh of the commit with the hexadecimal number `commit`.
 
-    The cases of a test go to all sevenths. Tests of one file that start processes stay together, since they share jobs.
+    The cases of a test go to all sevenths. Tests of one file that start processes stay together, since they share jobs,
+    unless they are marked `independent`.
     """
     seventh = int(commit, 16) % SEVENTHS
     thorough = [i for i in items if i.get_closest_marker("thorough") and not i.get_closest_marker("exhaustive")]
-    files = sorted({item.path for item in thorough if item.get_closest_marker("processes")})
-    in_one_process = [item for item in thorough if item.path not in files]
+    sharing = [i for i in thorough if i.get_closest_marker("processes") and not i.get_closest_marker("independent")]
+    files = sorted({item.path for item in sharing})
+    apart = [item for item in thorough if item not in sharing]
     chosen_files = files[seventh::SEVENTHS]
-    return in_one_process[seventh::SEVENTHS] + [item for item in thorough if item.path in chosen_files]
+    return apart[seventh::SEVENTHS] + [item for item in sharing if item.path in chosen_files]

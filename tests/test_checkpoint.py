@@ -32,7 +32,7 @@ from tfdist.callbacks import Checkpoint, LearningRateWarmup
 from tfdist.checkpointing import format as checkpoint_format
 from tfdist.checkpointing import state as training_state
 from tfdist.checkpointing.format import Entry, Header
-from tfdist.errors import CheckpointError, UnknownNameError, UsageError
+from tfdist.errors import CheckpointError, CheckpointWarning, UnknownNameError, UsageError
 
 ROOT = Path(__file__).parents[1]
 STEPS = 6  # in an epoch
@@ -248,6 +248,78 @@ class TestDamage:
             killed(11, callbacks=[Checkpoint(folder, every_steps=2, keep=1, resume=True)])
         with pytest.warns(UserWarning, match="cannot be used"):
             assert checkpoint_format.latest(folder).step == 10
+
+
+def fifo(path):
+    os.mkfifo(path)
+
+
+def link(path):
+    path.with_name("aside").write_bytes(b"x")
+    path.symlink_to("aside")
+
+
+class TestStrangeFiles:
+    """What is in a folder of checkpoints without being a checkpoint of this run."""
+
+    @pytest.mark.parametrize("make", [fifo, link, Path.mkdir])
+    def test_only_regular_files_are_opened(self, make, folder):
+        make(folder / "step-00000099.ckpt")
+        with pytest.warns(CheckpointWarning, match="not a regular file; the previous checkpoint is used"):
+            assert checkpoint_format.latest(folder).step == 12
+
+    def test_the_step_is_that_of_the_content_and_not_of_the_name(self, folder):
+        newest, older = folder / "step-00000012.ckpt", folder / "step-00000006.ckpt"
+        newest.rename(folder / "step-00000999.ckpt")
+        older.rename(newest)
+        assert checkpoint_format.latest(folder).step == 12
+        assert [path.name for path in checkpoint_format.paths(folder)] == ["step-00000999.ckpt", "step-00000012.ckpt"]
+        checkpoint_format.prune(folder, keep=1, written=folder / "step-00000999.ckpt")
+        assert names(folder) == ["step-00000999.ckpt"]
+
+    def test_a_header_beyond_its_limit_is_not_read(self, folder):
+        newest = folder / "step-00000012.ckpt"
+        content = bytearray(newest.read_bytes()[:-32])
+        content[20:28] = (1 << 62).to_bytes(8, "little")
+        newest.write_bytes(content + hashlib.sha256(content).digest())
+        with pytest.warns(CheckpointWarning, match="and at most 67,108,864 are read"):
+            assert checkpoint_format.latest(folder).step == 6
+
+    @pytest.mark.parametrize("field", ["epoch", "callbacks", "run"])
+    def test_a_header_with_other_types_is_refused(self, field, tmp_path):
+        header = Header(0, 1, 1, "SGD")
+        path = checkpoint_format.write(tmp_path, header, [])
+        content = path.read_bytes()
+        begin = 28
+        described = json.loads(content[begin:-32])
+        described["header"][field] = "x"
+        text = json.dumps(described).encode()
+        changed = content[:20] + len(text).to_bytes(8, "little") + text
+        path.write_bytes(changed + hashlib.sha256(changed).digest())
+        with pytest.raises(CheckpointError, match=rf"its header is not that of a checkpoint \({field}"):
+            checkpoint_format.read(path)
+
+    def test_a_checkpoint_of_another_run_of_the_script_is_refused(self, folder, tmp_path_factory):
+        other = tmp_path_factory.mktemp("other")
+        run(callbacks=[Checkpoint(other)], epochs=1)
+        (other / "step-00000006.ckpt").replace(folder / "step-00000099.ckpt")
+        with refuses(CheckpointError, "has checkpoints of 2 runs", "`step-00000099.ckpt` of the run that began at"):
+            run(callbacks=[Checkpoint(folder, resume=True)])
+
+    def test_facts_that_differ_are_refused_by_name_and_files_without_them_are_taken(self, folder, tmp_path):
+        run(callbacks=[Checkpoint(tmp_path / "named", run={"model": "mlp", "place": "here"})], epochs=1)
+        words = "is of another run, with the model `mlp`; this run has the model `cnn`"
+        with refuses(CheckpointError, words):
+            run(callbacks=[Checkpoint(tmp_path / "named", resume=True, run={"model": "cnn"})])
+        keep = Checkpoint(folder, resume=True, run={"model": "mlp"})
+        resumed(callbacks=[keep], epochs=2)
+        assert keep.resumed_from == folder / "step-00000012.ckpt"
+
+    def test_only_what_a_callback_remembers_is_restored_to_it(self):
+        callback = keras.callbacks.ModelCheckpoint("mine.keras")
+        states = [{"name": "ModelCheckpoint 0", "state": {"best": 0.5, "filepath": "/elsewhere"}}]
+        training_state._restore_callbacks_state([callback], states, [], 0.0)
+        assert (callback.best, callback.filepath) == (0.5, "mine.keras")
 
 
 class TestFullDisk:

@@ -17,7 +17,7 @@ def pytest_addoption(parser):
 
 
 def pytest_configure(config):
-    for mark in ("thorough", "sampled", "exhaustive", "processes"):
+    for mark in ("thorough", "sampled", "exhaustive", "processes", "independent"):
         config.addinivalue_line("markers", f"{mark}: one of tfdist's")
 
 
@@ -54,12 +54,23 @@ pytestmark = [pytest.mark.thorough, pytest.mark.processes]
 def test_of_a_job(case): pass
 """
 
+APART = """
+import pytest
+
+pytestmark = [pytest.mark.thorough, pytest.mark.processes, pytest.mark.independent]
+
+
+@pytest.mark.parametrize("case", range(7))
+def test_of_its_own_job(case): pass
+"""
+
 
 @pytest.fixture
 def collected(tmp_path):
     """`collected(*arguments)`: the names of the tests that pytest collects."""
     (tmp_path / "conftest.py").write_text(CONFTEST)
     (tmp_path / "test_one_process.py").write_text(TESTS)
+    (tmp_path / "test_matrix.py").write_text(APART)
     for name in ("a", "b"):
         (tmp_path / f"test_job_{name}.py").write_text(A_JOB)
 
@@ -84,3 +95,4 @@ def test_seven_commits_run_each_thorough_test_once_and_those_of_a_job_together(c
     assert sorted(name for names in sevenths for name in names) == sorted(collected(*chosen))
     for file in ("test_job_a.py", "test_job_b.py"):
         assert sorted(sum(file in name for name in names) for names in sevenths) == [0] * 6 + [3]
+    assert all(sum("test_matrix.py" in name for name in names) == 1 for names in sevenths)

@@ -24,6 +24,7 @@ from tfdist.groups.socket_group import SocketGroup
 from tfdist.groups.sockets import costs, hosts, messages
 from tfdist.groups.sockets.operations import ALL_REDUCE, HEADER, Operation
 from tfdist.groups.sockets.ring import Ring
+from tfdist.jobs import ports
 from tfdist.jobs.connections import Hello, Member, as_line
 from tfdist.jobs.tf_config import Task
 from tfdist.jobs.world import World
@@ -832,3 +833,14 @@ def test_an_array_of_more_than_two_gibibytes_comes_whole():
         return received.shape, received[-1], received[:-1].any()
 
     assert together(2, use)[1] == ((2**31 + 8,), 7, False)
+
+
+def test_a_job_on_this_machine_listens_on_its_loopback_interface_and_others_on_every_interface():
+    here = (Task("worker", 0, "localhost:1"), Task("worker", 1, "localhost:2"))
+    hosts = (Task("worker", 0, "a:1"), Task("worker", 1, "b:1"))
+    listener, host = ports.listen_for(World(0, 2, 0, 2, "TF_CONFIG", here))
+    with listener:
+        assert host == listener.getsockname()[0] and host in ("127.0.0.1", "::1")
+    listener, host = ports.listen_for(World(0, 2, 0, 1, "TF_CONFIG", hosts))
+    with listener:
+        assert host is None and listener.getsockname()[0] in ("::", "0.0.0.0")

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import keras
 import numpy as np
@@ -15,10 +16,11 @@ import pytest
 from click.testing import CliRunner
 
 from tfdist import data, models, train
-from tfdist.errors import UnknownNameError, UsageError
+from tfdist.errors import RunFolderError, UnknownNameError, UsageError
 from tfdist.run import config as configs
-from tfdist.run import session
-from tfdist.run.folder import load_record
+from tfdist.run import folder as folders
+from tfdist.run import resuming, schema, session
+from tfdist.run.folder import RunFolder, load_record
 
 QUICK = ["--dataset", "synthetic", "--model", "mlp", "--limit", "640"]
 
@@ -176,6 +178,87 @@ def test_a_wrong_option_is_one_sentence_and_a_hint(options, words):
     assert result.exit_code == 2
     for word in [*words, "hint: "]:
         assert word in result.output
+
+
+def record_of(folder, *arguments):
+    """Writes the record of a run that was started with `arguments`."""
+    command = ["tfdist", "train", *arguments]
+    RunFolder(folder, resume=True).write(schema.example().model_copy(update={"command": command}))
+
+
+BASE = ("--strategy", "multiworker", "--model", "mlp", "--dataset", "digits")
+
+
+@pytest.mark.parametrize(
+    ("recorded", "written"),
+    [
+        (["--elastic", "--host-discovery-script", "r/x"], "--elastic --host-discovery-script r/x"),
+        (["--elastic", "--hostfile", "r/x"], "--elastic --hostfile r/x"),
+        (["--workers", "2", "--expose"], "--expose"),
+        (["--model", "r.x:build"], "--model r.x:build"),
+        (["--dataset=r.x:load"], "--dataset r.x:load"),
+        (["--strategy", "r.x:Mine"], "--strategy r.x:Mine"),
+        (["--strategy", "horovod", "--timeline", "/etc/x"], "--timeline /etc/x"),
+        (["--strategy", "horovod", "--strategy-option", "timeline=/etc/x"], "--strategy-option timeline=/etc/x"),
+        (["--model", "x:\x1b[31m"], r"--model 'x:\x1b[31m'"),
+    ],
+)
+def test_resume_takes_no_program_code_or_host_from_a_run_folder(recorded, written, working_folder):
+    (working_folder / "r").mkdir()
+    (working_folder / "r" / "x").write_text("#!/bin/sh\ntouch STARTED\n")
+    (working_folder / "r" / "x").chmod(0o755)
+    (working_folder / "r" / "x.py").write_text("open('STARTED', 'w')")
+    record_of("r", *BASE, *recorded)
+    result = CliRunner().invoke(train.command, ["--resume", "--run-dir", "r"])
+    assert result.exit_code == 2
+    assert f"The run in `r` was started with `{written}`" in result.output
+    assert f"repeat it: `python -m tfdist.train --resume --run-dir r {written}`" in result.output
+    assert not (working_folder / "STARTED").exists()
+
+
+def test_what_a_run_folder_may_not_choose_is_taken_from_the_command_line():
+    recorded = {"strategy": "multiworker", "elastic": True, "host_discovery_script": "x", "model": "mine:build"}
+    typed = {"elastic": True, "host_discovery_script": "y", "model": "mine:build"}
+    options = resuming.merged(recorded, typed)
+    assert resuming.not_taken(options, typed) == {} and options["host_discovery_script"] == "y"
+    fixed = {"strategy": "multiworker", "model": "mine:build", "workers": "2"}
+    assert resuming.merged(recorded, {"workers": "2"}) == fixed
+
+
+def test_another_strategy_leaves_out_what_belongs_to_the_earlier_one():
+    recorded = {"strategy": "horovod", "workers": "2", "compression": "bf16", "model_option": ["a=1", "b=2"]}
+    options = resuming.merged(recorded, {"strategy": "single", "model_option": ["b=3"]})
+    assert options == {"strategy": "single", "model_option": ["a=1", "b=3"]}
+    assert resuming.merged(recorded, {"strategy": "multiworker"})["workers"] == "2"
+    expected = ["--model-option", "a=1", "--model-option", "b=3", "--strategy", "single"]
+    assert resuming.as_arguments(options, train.command.params) == expected
+
+
+def test_a_run_folder_that_is_not_there_is_not_resumed(working_folder):
+    result = CliRunner().invoke(train.command, [*BASE, "--resume", "--run-dir", "typo"])
+    assert result.exit_code == 2 and "`typo` has no readable `run.json`" in result.output
+    assert not (working_folder / "typo").exists()
+
+
+@pytest.mark.parametrize("name", ["run.json", "log.txt", "vocabulary.txt", "output/worker-0.log"])
+@pytest.mark.parametrize("make", [os.mkfifo, lambda path: path.symlink_to("/etc/hostname"), Path.mkdir])
+def test_only_regular_files_of_a_run_folder_are_opened(name, make, working_folder):
+    record_of("r", *BASE, "--workers", "2")
+    (working_folder / "r" / "output").mkdir()
+    path = working_folder / "r" / name
+    path.unlink(missing_ok=True)
+    make(path)
+    with pytest.raises(RunFolderError, match=r"it is a (FIFO|symbolic link|folder), not a regular file"):
+        load_record("r")
+        RunFolder("r", resume=True)
+        folders.require_regular_outputs(Path("r/output"))
+
+
+def test_a_record_beyond_its_limit_is_not_read(working_folder):
+    record_of("r", *BASE)
+    os.truncate("r/run.json", 1 << 40)
+    with pytest.raises(RunFolderError, match="it has 1,099,511,627,776 bytes, and at most 67,108,864 are read"):
+        load_record("r")
 
 
 def test_dashes_and_underscores_both_work():

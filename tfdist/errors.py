@@ -70,6 +70,10 @@ class CostWarning(UserWarning):
     """Every replica repeats a large part of a step. Commands show this warning instead of only logging it."""
 
 
+class CheckpointWarning(UserWarning):
+    """A checkpoint is damaged, and an earlier one is used. Commands show this warning instead of only logging it."""
+
+
 class UsageError(TfdistError, ValueError):
     """An invalid option or argument."""
 

@@ -1,15 +1,67 @@
-"""Atomic writes of files."""
+"""Atomic writes of files, and reads that neither wait nor exceed a limit."""
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
+import stat
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 _unfinished: set[Path] = set()
+_KINDS = {
+    stat.S_IFLNK: "a symbolic link",
+    stat.S_IFDIR: "a folder",
+    stat.S_IFIFO: "a FIFO",
+    stat.S_IFSOCK: "a socket",
+    stat.S_IFCHR: "a device",
+    stat.S_IFBLK: "a device",
+}
+
+
+def require_regular(path: Path) -> None:
+    """Raises `OSError` unless `path` is a regular file; a FIFO could wait for ever, and a link could lead elsewhere."""
+    _require_regular(os.lstat(path), path)
+
+
+def open_regular(path: Path) -> BinaryIO:
+    """Opens a regular file to read it.
+
+    Raises:
+        OSError: it cannot be opened, or it is not a regular file, which is never opened.
+    """
+    require_regular(path)
+    # It may have been replaced meanwhile.
+    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
+    try:
+        _require_regular(os.fstat(descriptor), path)
+        return os.fdopen(descriptor, "rb")
+    except BaseException:
+        os.close(descriptor)
+        raise
+
+
+def read_text(path: Path, most_bytes: int, errors: str = "strict") -> str:
+    """Reads a regular file as UTF-8.
+
+    Raises:
+        OSError: it cannot be read, is not a regular file, or has more than `most_bytes`.
+        UnicodeDecodeError: it is not UTF-8.
+    """
+    with open_regular(path) as file:
+        size = os.fstat(file.fileno()).st_size
+        if size > most_bytes:
+            raise OSError(errno.EFBIG, f"it has {size:,} bytes, and at most {most_bytes:,} are read", str(path))
+        return file.read(most_bytes).decode("utf-8", errors)
+
+
+def _require_regular(status: os.stat_result, path: Path) -> None:
+    if not stat.S_ISREG(status.st_mode):
+        kind = _KINDS.get(stat.S_IFMT(status.st_mode), "something else")
+        raise OSError(errno.EINVAL, f"it is {kind}, not a regular file", str(path))
 
 
 def write_atomically(path: Path, write: Callable[[Path], Any]) -> None:

@@ -21,7 +21,7 @@ from typing import Any, TextIO, cast
 
 import click
 
-from tfdist.errors import EXIT_INTERRUPTED, CostWarning, DifferenceWarning, TfdistError
+from tfdist.errors import EXIT_INTERRUPTED, CheckpointWarning, CostWarning, DifferenceWarning, TfdistError
 
 # A stack of streams for messages to the user; the last stream is in use.
 _terminal: list[TextIO] = [sys.stderr]
@@ -59,8 +59,8 @@ def logged_to(log: Path | None) -> Iterator[TextIO]:
 
 
 def _show_warning(show: Callable[..., None], message: Any, category: type[Warning], *where: Any) -> None:
-    """Shows a `DifferenceWarning` or a `CostWarning` to the user, and passes other warnings to `show`."""
-    if issubclass(category, DifferenceWarning | CostWarning):
+    """Shows the user a warning of a class that tfdist defines, and passes other warnings to `show`."""
+    if issubclass(category, DifferenceWarning | CostWarning | CheckpointWarning):
         say(f"warning: {message}")
     else:
         show(message, category, *where)

@@ -35,7 +35,7 @@ from tfdist.jobs.world import World
 from tfdist.launcher import job
 from tfdist.launcher.elastic import ElasticOptions, elastic_options
 from tfdist.run import config as configs
-from tfdist.run import recipes
+from tfdist.run import recipes, resuming
 
 if TYPE_CHECKING:
     from tfdist.run.config import TrainConfig
@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from tfdist.run.session import Session
 
 EXIT_UNEXPECTED = 1
+COMMAND = "tfdist.command"  # where the click context has the complete arguments of a resumed run
 VERIFY_STEPS = 3  # default of `tfdist verify`
 
 
@@ -90,7 +91,10 @@ class _TrainCommand(terminal.Command):
     """A command that, with `--resume`, takes missing options from the run that it continues."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        ctx.default_map = self._options_of_earlier_run(ctx, args)
+        options = self._options_of_resumed_run(ctx, args)
+        if options:
+            ctx.meta[COMMAND] = complete = resuming.as_arguments(options, self.params)
+            args = [*complete, "--resume", *self._parse(ctx, args)[1]]  # with what is no option, which click refuses
         return super().parse_args(ctx, args)
 
     def invoke(self, ctx: click.Context) -> None:
@@ -101,35 +105,38 @@ class _TrainCommand(terminal.Command):
                 process_exit.fail(int(error.code))
             raise
 
-    def _options_of_earlier_run(self, ctx: click.Context, args: Sequence[str]) -> dict[str, Any]:
+    def _options_of_resumed_run(self, ctx: click.Context, args: Sequence[str]) -> dict[str, Any]:
+        """All options of a run that is resumed, as text; empty without `--resume`."""
         if "--resume" not in args:
             return {}
-        options = self._parse(ctx, args)
-        if not options.get("resume") or options.get("help"):
+        typed, _ = self._parse(ctx, args)
+        if not typed.get("resume") or typed.get("help"):
             return {}
-        configs.require_run_to_resume(True, options.get("run_dir"))
+        configs.require_run_to_resume(True, typed.get("run_dir"))
         from tfdist.run.folder import load_record
 
-        if options.get("strategy") and not (Path(options["run_dir"]) / "run.json").exists():
+        run_dir = Path(typed["run_dir"])
+        if typed.get("strategy") and run_dir.is_dir() and not os.path.lexists(run_dir / "run.json"):
             return {}  # the run ended before it wrote a record
-        earlier = self._parse(ctx, load_record(options["run_dir"]).command[2:])
-        recipe = earlier.pop("recipe", None)
-        for name in ("resume", "run_dir"):
-            earlier.pop(name, None)
-        return (recipes.load(recipe) if recipe else {}) | {name: _last_settings(v) for name, v in earlier.items()}
+        recorded, _ = self._parse(ctx, load_record(run_dir).command[2:])
+        for name in ("resume", "run_dir", "help"):
+            recorded.pop(name, None)
+            typed.pop(name, None)
+        options = resuming.merged(_with_recipe(recorded), _with_recipe(typed))
+        resuming.require_typed(run_dir, options, typed, self.params)
+        return options | {"run_dir": str(run_dir)}
 
-    def _parse(self, ctx: click.Context, args: Sequence[str]) -> dict[str, Any]:
-        """The values of the options in `args`, as text."""
+    def _parse(self, ctx: click.Context, args: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
+        """The values of the options in `args`, as text, and the other arguments."""
         parser = self.make_parser(ctx)
         parser.ignore_unknown_options = True
-        return parser.parse_args(list(args))[0]
+        return parser.parse_args(list(args))[:2]
 
 
-def _last_settings(value: Any) -> Any:
-    """Keeps the last setting per name in a list of NAME=VALUE settings; returns any other value unchanged."""
-    if not isinstance(value, list):
-        return value
-    return list({setting.partition("=")[0]: setting for setting in value}.values())
+def _with_recipe(options: dict[str, Any]) -> dict[str, Any]:
+    """Replaces the option `recipe` by the options of the recipe."""
+    others = {name: value for name, value in options.items() if name != "recipe"}
+    return (recipes.load(options["recipe"]) if options.get("recipe") else {}) | others
 
 
 @click.command(
@@ -321,11 +328,13 @@ def launch(config: TrainConfig, wanted: Processes, arguments: Sequence[str]) -> 
     """Starts the command with the same `arguments` in several processes, and returns the exit code."""
     from tfdist.launcher import elastic
     from tfdist.launcher import run as launcher
+    from tfdist.run.folder import require_regular_outputs
 
     _require_package(config)
     members = wanted.elastic_job.members(wanted.hostfile) if wanted.elastic_job.elastic else None
     name = job.new_name()
     run_dir = config.run_dir or new_run_dir(config, name)
+    require_regular_outputs(run_dir / "output")
     started = job.Job(
         command=("-m", "tfdist.train", *arguments, *(() if config.run_dir else ("--run-dir", str(run_dir)))),
         workers=2 if wanted.workers is None else wanted.workers,
@@ -395,7 +404,7 @@ def _run_and_report(config: TrainConfig, folder: RunFolder, show: Callable[..., 
 
         typed = os.environ.get(job_environment.TYPED) or shlex.join(sys.orig_argv)
         started = datetime.fromtimestamp(psutil.Process().create_time(), UTC)
-        session = Session(config, folder, ["tfdist", "train", *_arguments()], typed, started, show)
+        session = Session(config, folder, ["tfdist", "train", *_complete_arguments()], typed, started, show)
         close = functools.partial(_close, session, stderr)
         with terminal.interrupts_noticed_by(session.interrupt), process_exit.closed_by(close):
             record = _run(session)
@@ -472,6 +481,12 @@ def _arguments() -> list[str]:
     has_subcommand = sys.argv[1:2] in (["train"], ["verify"])
     verifies = sys.argv[1:2] == ["verify"] or Path(sys.argv[0]).name == "verify.py"
     return [*(("--verify-steps", str(VERIFY_STEPS)) if verifies else ()), *sys.argv[1 + has_subcommand :]]
+
+
+def _complete_arguments() -> list[str]:
+    """The arguments of the run: those of the command line, with those of the run that it resumes."""
+    context = click.get_current_context(silent=True)
+    return list((context.meta if context else {}).get(COMMAND) or _arguments())
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""Two hosts on this machine: network namespaces with an address each, joined by a link that can be slowed and cut.
+"""Hosts on this machine: network namespaces with an address each, joined by a link that can be slowed and cut.
 
 Their /etc/hosts is that of Debian, in which a host's own name stands for a loopback address.
 """
@@ -10,34 +10,39 @@ from pathlib import Path
 
 import pytest
 
-ADDRESSES = ("10.77.0.1", "10.77.0.2")
-NAMES = ("debian-a", "debian-b")
+ADDRESSES = tuple(f"10.77.0.{number}" for number in range(1, 9))
+NAMES = tuple(f"debian-{number}" for number in range(1, 9))
 LINK = "eth0"
 SLOWED = "tbf rate 1gbit burst 128kb latency 50ms"
 
 
 class Hosts:
-    """Two network namespaces of this machine; what they hold ends with them."""
+    """Network namespaces of this machine; what they hold ends with them."""
 
-    def __init__(self):
+    def __init__(self, count=2):
         # The names are this process' own: others may run the same tests.
-        self.names = [f"tfdist-{os.getpid()}-{index}" for index in range(len(ADDRESSES))]
+        self.names = [f"tfdist-{os.getpid()}-{index}" for index in range(count)]
 
     def open(self):
         if os.geteuid() != 0 or not all(map(shutil.which, ("ip", "tc"))):
             pytest.skip("only root can make network namespaces, with `ip` and `tc`")
         for name in self.names:
             ip("netns", "add", name)
-        one, other = self.names
-        ip("link", "add", LINK, "netns", one, "type", "veth", "peer", "name", LINK, "netns", other)
-        for name, address in zip(self.names, ADDRESSES, strict=True):
+        self.join()
+        for name, address in zip(self.names, ADDRESSES, strict=False):
             ip("-n", name, "addr", "add", f"{address}/24", "dev", LINK)
             ip("-n", name, "link", "set", "lo", "up")
             ip("-n", name, "link", "set", LINK, "up")
-        for index, other in enumerate((1, 0)):
+        for index in range(len(self.names)):
             self._folder(index).mkdir(parents=True)
-            lines = ("127.0.0.1 localhost", f"127.0.1.1 {NAMES[index]}", f"{ADDRESSES[other]} {NAMES[other]}")
-            (self._folder(index) / "hosts").write_text("\n".join((*lines, "")))
+            addresses = [*ADDRESSES[:index], "127.0.1.1", *ADDRESSES[index + 1 :]]
+            lines = [f"{address} {name}\n" for address, name in zip(addresses, NAMES, strict=True)]
+            (self._folder(index) / "hosts").write_text("".join(["127.0.0.1 localhost\n", *lines]))
+
+    def join(self):
+        """Gives both hosts the ends of a cable."""
+        one, other = self.names
+        ip("link", "add", LINK, "netns", one, "type", "veth", "peer", "name", LINK, "netns", other)
 
     def close(self):
         for index, name in enumerate(self.names):

@@ -56,7 +56,7 @@ class RunningJob:
             for process in self.everyone():
                 try:
                     started = "tfdist.launcher.script" in process.cmdline()
-                    if started and _place(process.environ()) == (role, index):
+                    if started and place(process.environ()) == (role, index):
                         return process
                 except (psutil.Error, KeyError):
                     continue
@@ -105,7 +105,8 @@ def signalled(job, run_dir, number):
     return code, out + err
 
 
-def _place(environment):
+def place(environment):
+    """The role and the index of a process of a job, as its environment says."""
     if "OMPI_COMM_WORLD_RANK" in environment:
         return "worker", int(environment["OMPI_COMM_WORLD_RANK"])
     task = json.loads(environment["TF_CONFIG"])["task"]

@@ -311,7 +311,8 @@ def test_a_job_that_cannot_be_closed_says_so(tmp_path, script):
         pytest.skip(f"the limit cannot be set here: {done.stderr}")
     assert done.returncode == 0, done.stderr
     assert "does not allow a network namespace" in done.stderr
-    assert re.search(r"anyone who can reach these ports can run code as you: \d+, \d+ of this machine", done.stderr)
+    assert "as with `multiworker` and `parameter_server`, anyone" in done.stderr
+    assert re.search(r"can reach these ports can run code as you: \d+, \d+ of this machine", done.stderr)
 
 
 def test_held_ports_go_to_nobody_else(tmp_path, script):

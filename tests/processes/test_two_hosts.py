@@ -172,15 +172,13 @@ class TestParameterServer:
         assert len(record(tmp_path / "run")["epochs"]) == 3
 
     @pytest.mark.exhaustive
-    @pytest.mark.parametrize("seconds", [5, None], ids=["for a while", "for good"])
-    def test_it_goes_on_without_a_worker_that_is_cut_off(self, hosts, tmp_path, seconds):
+    def test_it_goes_on_without_a_worker_that_is_cut_off_for_a_while(self, hosts, tmp_path):
         run_dir = tmp_path / "run"
         processes = hosts.start(SERVED, run_dir, "--epochs", 60, strategy="parameter_server")
         wait_for_epochs(run_dir, 2, processes)
         hosts.cut()
-        if seconds:
-            time.sleep(seconds)
-            hosts.mend()
+        time.sleep(5)
+        hosts.mend()
         ended = end(processes, seconds=TIMEOUT_SECONDS + 120)
         assert [code for code, _ in ended] == [0] * 4, ended
         assert len(record(run_dir)["epochs"]) == 60

@@ -24,7 +24,9 @@ import math
 import operator
 import time
 import warnings
+from collections.abc import Mapping
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -44,6 +46,8 @@ from tfdist.jobs import consensus, elastic
 if TYPE_CHECKING:
     from tfdist.data.input.feed import DataPasses
     from tfdist.interface.strategy import Strategy
+
+BEGAN, SEED = "start", "seed"  # facts that identify a run
 
 
 class Checkpoint(ClockedCallback):
@@ -70,6 +74,9 @@ class Checkpoint(ClockedCallback):
         resume: continue from the newest complete checkpoint in `folder`; start from the beginning if there is none.
         monitor: the name in the logs of the value for `best`; `None` is "val_loss", or "loss" without validation.
         mode: "min" if smaller is better, "max" if larger is better.
+        run: facts that identify the run, such as `{"seed": 0, "model": "mlp"}`; they are stored in each file, and a
+            file in which one of them differs is refused. By default, a run is identified by when it began, and
+            the files in `folder` have to be of the same run.
 
     Attributes:
         resumed_from: the file from which this `fit` was resumed, or `None`.
@@ -98,6 +105,7 @@ class Checkpoint(ClockedCallback):
         resume: bool = False,
         monitor: str | None = None,
         mode: str = "min",
+        run: Mapping[str, int | str] | None = None,
     ):
         super().__init__()
         for name, value in (("every_steps", every_steps), ("every_epochs", every_epochs), ("keep", keep)):
@@ -114,7 +122,7 @@ class Checkpoint(ClockedCallback):
         self.mode = mode
         self.resumed_from: Path | None = None
         self.resume_batch: int | None = None  # tfdist's loop begins there
-        self._store = _Store(self.folder, keep)
+        self._store = _Store(self.folder, keep, None if run is None else dict(run))
         self._writer = writer.Writer()
         self._callbacks: keras.callbacks.CallbackList | None = None
         self._strategy: Strategy | None = None
@@ -342,6 +350,7 @@ class Checkpoint(ClockedCallback):
             seed=self._seed,
             callbacks=states,
             data=None if data is None or self._data is None else self._data.position_in_passes,
+            run=self._store.facts,
         )
         entries += [*training_state.untracked_variables(self.model), *arrays]
         entries += [*training_state.random_states(), *(data or [])]
@@ -401,11 +410,17 @@ class _Store:
     Args:
         folder: the folder of one run; made by the first write.
         keep: the number of checkpoints to keep.
+        run: facts that identify the run, by name; `None` if only the files identify it.
+
+    Attributes:
+        facts: the facts that identify the run, for the files that are written.
     """
 
-    def __init__(self, folder: Path, keep: int):
+    def __init__(self, folder: Path, keep: int, run: dict[str, int | str] | None):
         self.folder = folder
         self._keep = keep
+        self._run = run
+        self.facts: dict[str, int | str] = {BEGAN: datetime.now(UTC).isoformat()} if run is None else run
         self._ahead: Stored | None = None
 
     def read_ahead(self) -> Stored | None:
@@ -440,8 +455,13 @@ class _Store:
 
     def _newest(self, within_epochs: bool) -> Stored | None:
         ahead, self._ahead = self._ahead, None
-        if ahead is not None and (within_epochs or ahead.header.batch == 0):
-            return ahead
+        stored = ahead if ahead is not None and (within_epochs or ahead.header.batch == 0) else None
+        stored = stored or self._search(within_epochs)
+        if stored is not None:
+            self._require_this_run(stored.header)
+        return stored
+
+    def _search(self, within_epochs: bool) -> Stored | None:
         if within_epochs:
             return checkpoint_format.newest(self.folder)
         stored = checkpoint_format.newest(self.folder, lambda header: header.batch == 0)
@@ -452,6 +472,35 @@ class _Store:
                 "train with a strategy of tfdist, or delete the checkpoints to start from the beginning",
             )
         return stored
+
+    def _require_this_run(self, header: Header) -> None:
+        """Raises `CheckpointError` if a checkpoint is of another run; files of earlier versions have fewer facts."""
+        if self._run is None:
+            self._require_one_run()
+            self.facts = header.run or self.facts
+            return
+        for name, value in self._run.items():
+            written = header.run.get(name, header.seed if name == SEED else None)
+            if written not in (None, value):
+                raise CheckpointError(
+                    f"The checkpoint `{header.path}` is of another run, with the {name} `{written}`; this run has the "
+                    f"{name} `{value}`",
+                    "delete it to continue from an earlier checkpoint, or resume the run that wrote it in its folder",
+                )
+
+    def _require_one_run(self) -> None:
+        """Raises `CheckpointError` if the folder has checkpoints of several runs."""
+        runs: dict[int | str, Path] = {}
+        for path in checkpoint_format.paths(self.folder):
+            header = checkpoint_format.header_of(path)
+            if header is not None and BEGAN in header.run:
+                runs.setdefault(header.run[BEGAN], path)
+        if len(runs) > 1:
+            names = ", ".join(f"`{path.name}` of the run that began at {began}" for began, path in runs.items())
+            raise CheckpointError(
+                f"The folder `{self.folder}` has checkpoints of {len(runs)} runs: {names}",
+                "delete the files of the other runs; a folder belongs to one run",
+            )
 
     def refuse_another_run(self) -> None:
         if paths := checkpoint_format.paths(self.folder):

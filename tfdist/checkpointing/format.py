@@ -7,7 +7,8 @@
     SHA-256               32 bytes, the digest of everything before
 
 Nothing is pickled, so that reading a file runs no code from it. If a file is truncated or altered, its checksum fails,
-and the previous checkpoint is used with a warning.
+and the previous checkpoint is used with a warning. So is it if the file is not a regular file. The step of a checkpoint
+is that of its header; the name of a file that was renamed does not matter.
 
 Synopsis:
 
@@ -35,19 +36,22 @@ import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import ml_dtypes  # noqa: F401 - registers bfloat16 and similar dtypes with NumPy
 import numpy as np
+from pydantic import TypeAdapter, ValidationError
 
 from tfdist import files
-from tfdist.errors import CheckpointError
+from tfdist.errors import CheckpointError, CheckpointWarning
+from tfdist.options import CountOrZero
 
 SUFFIX = ".ckpt"
 _MAGIC = b"tfdist checkpoint 1\n"
 _ALIGNMENT = 64
 _DIGEST_BYTES = hashlib.sha256().digest_size
 _READ_BYTES = 1 << 20
+MOST_HEADER_BYTES = 1 << 26  # a header has about 150 bytes per array, and 300 per epoch
 
 
 @dataclass(frozen=True)
@@ -67,12 +71,13 @@ class Header:
         seed: the seed of the order of the examples, if known.
         callbacks: the states of callbacks; an array is stored as `{"array": index among their entries}`.
         data: the position in the data, as arguments of `DataPasses.resume`; `None` if the data cannot be resumed.
+        run: facts that identify the run, by name, such as its seed; empty in files of earlier versions.
         path: the path of the file; not stored in it.
     """
 
-    epoch: int
-    batch: int
-    step: int
+    epoch: CountOrZero
+    batch: CountOrZero
+    step: CountOrZero
     optimizer: str
     stopped: bool = False
     best: dict[str, Any] | None = None
@@ -82,6 +87,7 @@ class Header:
     seed: int | None = None
     callbacks: list[dict[str, Any]] = field(default_factory=list)
     data: dict[str, int] | None = None
+    run: dict[str, int | str] = field(default_factory=dict)
     path: Path | None = None
 
 
@@ -143,8 +149,11 @@ class _DamagedError(Exception):
     """The file is not a checkpoint, or was damaged after it was written."""
 
 
+_HEADER: TypeAdapter[Header] = TypeAdapter(Header)
+
+
 def paths(folder: Path) -> list[Path]:
-    """Returns the checkpoint files in `folder`, newest first, including damaged files."""
+    """Returns the checkpoint files in `folder`, newest first, including damaged files, whose names count."""
     checkpoints = [path for path in Path(folder).glob(f"step-*{SUFFIX}") if path.stem.removeprefix("step-").isdigit()]
     return sorted(checkpoints, key=_step, reverse=True)
 
@@ -173,7 +182,7 @@ def newest(folder: Path, wanted: Callable[[Header], bool] = lambda header: True)
         try:
             stored = read(path)
         except CheckpointError as error:
-            warnings.warn(f"{error.sentence}; the previous checkpoint is used", stacklevel=2)
+            warnings.warn(f"{error.sentence}; the previous checkpoint is used", CheckpointWarning, stacklevel=2)
             continue
         intact += 1
         if wanted(stored.header):
@@ -213,31 +222,62 @@ def described_by(description: dict[str, Any]) -> Stored:
 
 
 def _read(path: Path) -> Stored:
-    with path.open("rb") as file:
+    with files.open_regular(path) as file:
         _verify(file)
+        header, rows = _read_beginning(file, path)
+        begin = file.tell()
         mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-    content = memoryview(mapped)
-    begin = len(_MAGIC) + 8
-    end = begin + int.from_bytes(content[len(_MAGIC) : begin], "little")
+    arrays = memoryview(mapped)[begin:-_DIGEST_BYTES]
     try:
-        parsed = json.loads(bytes(content[begin:end]))
-        entries = [_entry(row, content[end:]) for row in parsed["arrays"]]
-        return Stored(Header(**parsed["header"], path=path), entries, mapped)
-    except (KeyError, TypeError, ValueError) as problem:  # the checksum is right, so tfdist did not write the file
-        raise _DamagedError(f"its header is not that of a checkpoint ({problem})") from problem
+        return Stored(header, [_entry(row, arrays) for row in rows], mapped)
+    except (KeyError, TypeError, ValueError, OverflowError) as problem:
+        raise _foreign(problem) from problem
 
 
-def _verify(file: Any) -> None:
+def _read_beginning(file: BinaryIO, path: Path) -> tuple[Header, list[dict[str, Any]]]:
+    """Reads the header and the table of arrays at the beginning of a file, whose checksum may be unverified."""
+    file.seek(0)
+    if file.read(len(_MAGIC)) != _MAGIC:
+        raise _DamagedError("it does not begin like a checkpoint of this version")
+    length = int.from_bytes(file.read(8), "little")
+    if length > MOST_HEADER_BYTES:
+        raise _DamagedError(f"its header has {length:,} bytes, and at most {MOST_HEADER_BYTES:,} are read")
+    try:
+        parsed = json.loads(file.read(length))
+        return replace(_HEADER.validate_python(parsed["header"]), path=path), list(parsed["arrays"])
+    except (KeyError, TypeError, ValueError, RecursionError) as problem:
+        raise _foreign(problem) from problem
+
+
+def _foreign(problem: Exception) -> _DamagedError:
+    """The error for a file that tfdist did not write, if its checksum is right."""
+    if isinstance(problem, ValidationError):
+        first = problem.errors()[0]
+        problem = ValueError(f"{'.'.join(map(str, first['loc']))}: {first['msg']}")
+    return _DamagedError(f"its header is not that of a checkpoint ({problem})")
+
+
+def _verify(file: BinaryIO) -> None:
     """Reads a file in small pieces, and raises `_DamagedError` if its checksum is wrong."""
     digest, remaining = hashlib.sha256(), file.seek(0, 2) - _DIGEST_BYTES
     file.seek(0)
-    if file.peek(len(_MAGIC))[: len(_MAGIC)] != _MAGIC:
+    if file.read(len(_MAGIC)) != _MAGIC:
         raise _DamagedError("it does not begin like a checkpoint of this version")
+    file.seek(0)
     while remaining > 0 and (piece := file.read(min(_READ_BYTES, remaining))):
         digest.update(piece)
         remaining -= len(piece)
-    if digest.digest() != file.read():
+    if digest.digest() != file.read(_DIGEST_BYTES + 1):
         raise _DamagedError("its checksum is wrong, so it was truncated or altered")
+
+
+def header_of(path: Path) -> Header | None:
+    """Returns the header of a file without verifying its checksum; `None` if it has none."""
+    try:
+        with files.open_regular(path) as file:
+            return _read_beginning(file, path)[0]
+    except (OSError, _DamagedError):
+        return None
 
 
 def write(folder: Path, header: Header, entries: list[Entry]) -> Path:
@@ -251,6 +291,11 @@ def write(folder: Path, header: Header, entries: list[Entry]) -> Path:
     folder = Path(folder)
     path = folder / f"step-{header.step:08d}{SUFFIX}"
     beginning = _beginning(header, entries)
+    if len(beginning) > MOST_HEADER_BYTES:
+        raise CheckpointError(
+            f"A checkpoint would have a header of {len(beginning):,} bytes, and at most {MOST_HEADER_BYTES:,} are read",
+            "let the callbacks store less in it, or arrays instead of lists",
+        )
     size = len(beginning) + sum(_padded(entry.value.nbytes) for entry in entries) + _DIGEST_BYTES
     try:
         files.write_atomically(path, lambda temporary: _write(temporary, beginning, entries))
@@ -275,7 +320,15 @@ def remove_temporaries(folder: Path) -> None:
 
 
 def _step(path: Path) -> int:
-    return int(path.stem.removeprefix("step-"))
+    """The step of a checkpoint; that of the file's name if it is damaged."""
+    named = int(path.stem.removeprefix("step-"))
+    header = header_of(path)
+    if header is None or header.step == named:
+        return named
+    # The file was renamed, or its header is damaged, which its checksum shows.
+    with contextlib.suppress(OSError, _DamagedError):
+        return _read(path).header.step
+    return named
 
 
 def _beginning(header: Header, entries: Iterable[Entry]) -> bytes:

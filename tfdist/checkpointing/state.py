@@ -364,8 +364,7 @@ def callbacks_state(callbacks: Iterable[Any]) -> tuple[list[dict[str, Any]], lis
         if hasattr(callback, "checkpoint_state"):
             state = callback.checkpoint_state()
         else:
-            keys = (key for kind, keys in REMEMBERED.items() if isinstance(callback, kind) for key in keys)
-            state = {key: getattr(callback, key) for key in keys if hasattr(callback, key)}
+            state = {key: getattr(callback, key) for key in _remembered(callback) if hasattr(callback, key)}
         if state:
             states.append({"name": name, "state": _to_json(state, name, entries)})
     return states, entries
@@ -386,8 +385,15 @@ def _restore_callbacks_state(
         if hasattr(callback, "restore_checkpoint_state"):
             callback.restore_checkpoint_state(state)
         else:
-            for key, value in state.items():
-                setattr(callback, key, value)
+            # No other attributes, such as the path of a file, even if a checkpoint from elsewhere has them.
+            for key in _remembered(callback):
+                if key in state:
+                    setattr(callback, key, state[key])
+
+
+def _remembered(callback: Any) -> list[str]:
+    """The attributes that a callback of Keras keeps between epochs."""
+    return [key for kind, keys in REMEMBERED.items() if isinstance(callback, kind) for key in keys]
 
 
 def _has_parts(variable: Any) -> bool:

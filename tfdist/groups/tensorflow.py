@@ -113,7 +113,11 @@ def join(
     resolver = tf.distribute.cluster_resolver.SimpleClusterResolver(
         tf.train.ClusterSpec(world.cluster()), task_type=task.role, task_id=task.index, rpc_layer="grpc"
     )
-    with tensorflow_internals.sigterm_as_it_was():
+    too_long = TimeoutError(f"not within {start_timeout_seconds:g} s")
+    with (
+        tensorflow_internals.sigterm_as_it_was(),
+        process_exit.limited(start_timeout_seconds, lambda: start_error(world, too_long)),
+    ):
         strategy = tf.distribute.MultiWorkerMirroredStrategy(cluster_resolver=resolver, communication_options=options)
     counter = CollectiveCounter()
     tensorflow_internals.around_collectives(counter.around)

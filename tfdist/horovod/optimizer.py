@@ -128,7 +128,7 @@ def load_model(
         UsageError: the model was not compiled, or for the reasons of `DistributedOptimizer`.
     """
     known = {kind.__name__: kind for kind in custom_optimizers} | (custom_objects or {})
-    model = keras.saving.load_model(filepath, custom_objects=known)
+    model = keras.saving.load_model(filepath, custom_objects=known, safe_mode=True)  # refuses code in a `Lambda` layer
     if getattr(model, "optimizer", None) is None:
         raise UsageError(f"The model in `{filepath}` has no optimizer", "compile it before saving it")
     DistributedOptimizer(model.optimizer, **options)

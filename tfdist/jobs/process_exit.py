@@ -124,6 +124,18 @@ def end_process(error: TfdistError, finish: Callable[[int], None] = lambda exit_
     os._exit(error.exit_code)
 
 
+@contextlib.contextmanager
+def limited(seconds: float, error: Callable[[], TfdistError]) -> Iterator[None]:
+    """Ends this process with `error()` if the context takes longer than `seconds`, for example in native code."""
+    timer = threading.Timer(seconds, lambda: end_process(error()))
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
 def _seconds_until_killed() -> float | None:
     """How long this process may wait after SIGTERM; `None` if the launcher has not started it."""
     seconds = os.environ.get(job_environment.END_SECONDS)

@@ -343,6 +343,7 @@ class Agent:
         self._to_start.clear()
         for child in self._running.values():
             _signal(child, signal.SIGTERM)
+            _signal(child, signal.SIGCONT)  # a stopped process handles signals only when it continues
         self._loop.call_later(SECONDS_TO_END, _kill_children)
         self._loop.call_later(SECONDS_TO_END + SECONDS_FOR_OUTPUT, self.done.set)
         self._finish_if_ended()

@@ -168,7 +168,8 @@ class Attempt:
         reason = "" if self.job.hosts or self.job.expose else "The system does not allow a network namespace. "
         places = "; ".join(host.listed_ports() for host in self.hosts)
         self.console.print(
-            f"{reason}While the job runs, anyone who can reach these ports can run code as you: {places}.",
+            f"{reason}While TensorFlow's servers run, as with `multiworker` and `parameter_server`, anyone who can "
+            f"reach these ports can run code as you: {places}.",
             highlight=False,
         )
 

@@ -19,7 +19,6 @@ import sys
 import threading
 import time
 import warnings
-from collections.abc import Iterator
 from typing import NoReturn
 
 import numpy as np
@@ -52,24 +51,16 @@ class ChiefLookout:
         process_exit.end_at_failure()
         atexit.register(self._tell_all)
 
-    @contextlib.contextmanager
-    def start(self) -> Iterator[None]:
+    def start(self) -> contextlib.AbstractContextManager[None]:
         """The context in which TensorFlow connects with all servers; ends the process if that takes too long."""
-        timer = threading.Timer(self._limits.start_seconds, self._give_up_start)
-        timer.daemon = True
-        timer.start()
-        try:
-            yield
-        finally:
-            timer.cancel()
+        return process_exit.limited(self._limits.start_seconds, self._start_error)
 
-    def _give_up_start(self) -> None:
+    def _start_error(self) -> ClusterError:
         names = self._world.named_all(self._lookout.missing() or range(1, self._world.world_size))
-        error = ClusterError(
+        return ClusterError(
             f"TensorFlow did not connect with {names} within {self._limits.start_seconds:g} s",
             "see the output of these processes, and see that the machines of the job can reach each other",
         )
-        process_exit.end_process(error)
 
     def _lost(self, losses: list[Presence]) -> None:
         tasks = self._world.tasks

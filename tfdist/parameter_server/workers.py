@@ -132,5 +132,5 @@ class Watchdog:
         if waited < timeout + max(timeout, SECONDS_TO_REASSIGN):
             return
         silent = ", ".join(map(str, self._workers.silent("worker")))
-        names = silent or "all workers and parameter servers answer"
-        raise ClusterError.lost(f"No worker has finished a step for {waited:.0f} s: {names}")
+        end = f": {silent}" if silent else ", although all of them answer"
+        raise ClusterError.lost(f"No worker has finished a step for {waited:.0f} s{end}")

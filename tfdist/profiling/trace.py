@@ -194,7 +194,7 @@ def _breakdown(events_of: Sequence[Sequence[Mapping[str, Any]]]) -> breakdown.Br
 
 def _newest_trace(log_dir: Path) -> list[str]:
     """Returns the newest trace's files, one per host."""
-    files = sorted(log_dir.glob("**/plugins/profile/*/*.xplane.pb"))
+    files = sorted(file for file in log_dir.glob("**/plugins/profile/*/*.xplane.pb") if file.is_file())  # not a FIFO
     if not files:
         raise RunFolderError(
             f"No trace in `{log_dir}`: there is no `plugins/profile/*/*.xplane.pb` below it",

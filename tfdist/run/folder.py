@@ -31,6 +31,7 @@ from tfdist.run.schema import EpochRecord, RunRecord
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
+MOST_RECORD_BYTES = 1 << 26  # `run.json` has about a kilobyte per epoch
 # A folder with any of these contains a run.
 _NAMES = (
     "run.json",
@@ -147,7 +148,8 @@ class RunFolder:
         model: the trained model in Keras format.
 
     Raises:
-        RunFolderError: the folder cannot be created or written; or it contains a run and `resume` is not set.
+        RunFolderError: the folder cannot be created or written; it contains a run and `resume` is not set; or a file
+            that is read or appended to is not a regular file.
     """
 
     def __init__(self, run_dir: str | os.PathLike[str], resume: bool = False, rank: int = 0):
@@ -177,6 +179,9 @@ class RunFolder:
                 f"continue it with `python -m tfdist.train --resume --run-dir {run_dir}`, or choose another "
                 "`--run-dir`",
             )
+
+        for path in (self.run_json, self.log, self.vocabulary, self.target_vocabulary):
+            _require_regular(path)
 
     def remove_if_unused(self) -> None:
         """Removes the folder if this object created it and it contains at most a log, since the run has not begun."""
@@ -223,6 +228,23 @@ class RunFolder:
             files.write_text(path, text)
 
 
+def require_regular_outputs(folder: Path) -> None:
+    """Raises `RunFolderError` if an output file of a job's processes is not a regular file, since it is opened."""
+    for path in sorted(folder.glob("*")):
+        _require_regular(path)
+
+
+def _require_regular(path: Path) -> None:
+    try:
+        files.require_regular(path)
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        raise RunFolderError(
+            f"`{path}` of the run folder cannot be used: {error.strerror}", "remove it, or put the original file there"
+        ) from error
+
+
 @contextlib.contextmanager
 def writing(path: Path) -> Iterator[None]:
     """Within this context, turns an `OSError` into a `RunFolderError` that names `path`."""
@@ -243,7 +265,7 @@ def load_record(path: str | os.PathLike[str]) -> RunRecord:
     """
     file = Path(path) / "run.json"
     try:
-        text = file.read_text(encoding="utf-8")
+        text = files.read_text(file, MOST_RECORD_BYTES)
     except OSError as error:
         raise RunFolderError(
             f"The run folder `{path}` has no readable `run.json`: {error.strerror}",

@@ -107,12 +107,6 @@ class RecordedRun(Protocol):
     def write_record(self) -> None: ...
 
 
-def continued(earlier: list[str], command: list[str]) -> list[str]:
-    """The complete command of a resumed run: the options of `command` override those of the command `earlier`."""
-    is_complete = any(argument == "--strategy" or argument.startswith("--strategy=") for argument in command)
-    return command if is_complete else [*earlier, *command[2:]]
-
-
 def check_resumed(config: TrainConfig, earlier: RunRecord) -> None:
     """Raises `UsageError` unless the resumed run has the same model and the same examples in the same order."""
     options, earlier_options = (
@@ -166,7 +160,7 @@ def begin_record(
     config = session.config
     world = strategy.world
     return RunRecord(
-        command=session.command if earlier is None else continued(earlier.command, session.command),
+        command=session.command,
         typed=[*([] if earlier is None else earlier.typed), session.typed],
         started=session.started if earlier is None else earlier.started,
         machine=schema.Machine.detect([gpu.name for gpu in tf.config.list_physical_devices("GPU")]),

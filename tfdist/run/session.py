@@ -357,7 +357,10 @@ class Session:
     def _callbacks(self, strategy: Any) -> list[Any]:
         config = self.config
         checkpoint = callbacks.Checkpoint(
-            self.folder.checkpoints, every_steps=config.checkpoint_steps, resume=config.resume
+            self.folder.checkpoints,
+            every_steps=config.checkpoint_steps,
+            resume=config.resume,
+            run=self._facts(),
         )
         throughput = callbacks.Throughput()
         result: list[Any] = [checkpoint, throughput, callbacks.StopAtNonFiniteLoss(checkpoint)]
@@ -371,6 +374,15 @@ class Session:
             self._profile = callbacks.Profile(*config.profile, self.folder.tensorboard)
             result.append(self._profile)
         return [*result, Recorder(self, strategy, throughput, timer)]
+
+    def _facts(self) -> dict[str, int | str]:
+        """The facts that identify the run, which a checkpoint of the run must have."""
+        config = self.config
+        assert self.record is not None
+        facts: dict[str, int | str] = {"seed": config.seed, "model": config.model, "dataset": config.dataset}
+        if config.resume and self.record.started == self.started:
+            return facts  # the record of the run that is resumed, with its start, is missing
+        return facts | {"start": self.record.started.isoformat()}
 
     def _files(self) -> dict[str, str]:
         names = ("history", "curves", "log", "vocabulary", "target_vocabulary", "profile", "tensorboard", "checkpoints")

@@ -23,6 +23,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 from pydantic import BaseModel, ConfigDict
 
@@ -95,6 +96,7 @@ def gpu_use(samples: Iterable[str]) -> GpuUse:
 
 
 MEASURED, PLAN, OUTPUT = "measured.json", "study.json", "output.txt"
+MOST_MEASURED_BYTES = 1 << 24  # of each of the first two files
 TRACED_STEPS = "2:12"
 TIMED_OUT = 124  # the exit code of timeout(1)
 LAST_LINES = 15  # lines of a failed run's output that the report shows
@@ -190,7 +192,7 @@ def begin(plan: Plan, out: Path, resume: bool) -> str:
     if path.exists():
         if not resume:
             raise UsageError(f"`{out}` has a study already", "continue it with `--resume`, or name another `--out`")
-        existing = json.loads(path.read_text(encoding="utf-8"))
+        existing = _existing(path)
         # `repeats` may grow: the new rounds follow the existing ones.
         differing = [
             name for name, value in wanted.items() if name != "repeats" and existing["plan"].get(name) != value
@@ -208,10 +210,20 @@ def begin(plan: Plan, out: Path, resume: bool) -> str:
     return study
 
 
+def _existing(path: Path) -> dict[str, Any]:
+    """The plan of a study that is resumed."""
+    try:
+        existing = json.loads(files.read_text(path, MOST_MEASURED_BYTES))
+        return {"study": existing["study"], "plan": dict(existing["plan"])}
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise UsageError(f"The plan `{path}` of the study cannot be read: {reason}", "name another `--out`") from error
+
+
 def is_done(turn: Turn) -> bool:
     """Whether the run has been made and did not fail."""
     with contextlib.suppress(OSError, ValueError):
-        return Measured.model_validate_json((turn.folder / MEASURED).read_text(encoding="utf-8")).exit_code == 0
+        return Measured.model_validate_json(files.read_text(turn.folder / MEASURED, MOST_MEASURED_BYTES)).exit_code == 0
     return False
 
 

@@ -13,11 +13,11 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
-from tfdist import terminal
+from tfdist import files, terminal
 from tfdist.errors import RunFolderError
 from tfdist.run.folder import load_record
 from tfdist.run.schema import EpochRecord, RunRecord
-from tfdist.study.measure import MEASURED, Measured
+from tfdist.study.measure import MEASURED, MOST_MEASURED_BYTES, Measured
 from tfdist.study.plan import Case, Cell
 
 
@@ -153,7 +153,7 @@ def _load(folder: Path) -> Run:
 
 def _measured(path: Path) -> Measured | None:
     try:
-        return Measured.model_validate_json(path.read_text(encoding="utf-8"))
+        return Measured.model_validate_json(files.read_text(path, MOST_MEASURED_BYTES))
     except FileNotFoundError:
         return None
     except (OSError, UnicodeDecodeError, ValidationError) as error:

@@ -13,6 +13,7 @@ Synopsis:
 
 from __future__ import annotations
 
+import os
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -197,9 +198,10 @@ def keep_vocabulary(path: Path, tokens: Sequence[str]) -> None:
         DataError: `path` has other words.
         OSError: the file cannot be written.
     """
-    if not path.exists():
-        write_vocabulary(path, tokens)
-    elif read_vocabulary(path) != tuple(tokens):
+    if not os.path.lexists(path):
+        return write_vocabulary(path, tokens)
+    files.require_regular(path)
+    if read_vocabulary(path) != tuple(tokens):
         raise DataError(
             f"The vocabulary of the training data differs from `{path}`, with which the run began",
             "resume the run on the same files, or begin a new run",
