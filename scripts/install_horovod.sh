@@ -60,7 +60,8 @@ build_wheel() { # into the folder $1
   tar --extract --gzip --directory "$build" --file "$build/horovod-$horovod.tar.gz"
   adapt "$build/horovod-$horovod"
   # The local version lets tfdist recognize a Horovod with these patches.
-  HOROVOD_LOCAL_VERSION=tfdist HOROVOD_WITH_TENSORFLOW=1 HOROVOD_WITHOUT_PYTORCH=1 HOROVOD_WITHOUT_MXNET=1 HOROVOD_WITH_MPI=1 HOROVOD_WITH_GLOO=1 \
+  HOROVOD_LOCAL_VERSION=tfdist HOROVOD_WITH_TENSORFLOW=1 HOROVOD_WITHOUT_PYTORCH=1 HOROVOD_WITHOUT_MXNET=1 \
+    HOROVOD_WITH_MPI=1 HOROVOD_WITH_GLOO=1 \
     "$build/venv/bin/python" -m pip wheel --no-deps --no-build-isolation --wheel-dir "$build/wheel" \
     "$build/horovod-$horovod" > "$build/build.log" 2>&1 || {
     cp "$build/build.log" "$venv/horovod-build.log"

@@ -31,6 +31,7 @@ def node1(monkeypatch):
     entry = psutil.net_if_addrs()["lo"][0]
     interfaces = {"lo": [entry], "eth0": [entry._replace(address="192.0.2.1")]}
     monkeypatch.setattr(socket, "getaddrinfo", look_up)
+    monkeypatch.setattr(socket, "gethostbyname", lambda host: ADDRESSES.get(host, host))
     monkeypatch.setattr(socket, "gethostname", lambda: "node1")
     monkeypatch.setattr(psutil, "net_if_addrs", lambda: interfaces)
     monkeypatch.setattr(horovod, "_address_towards", lambda host, port: ["192.0.2.1"])
@@ -58,7 +59,7 @@ def test_an_unpatched_horovod_is_refused_where_a_hosts_name_is_a_loopback_addres
     build(monkeypatch, "0.28.1")
     with pytest.raises(UsageError) as found:
         horovod.require_reachable(TWO_HOSTS)
-    assert "`node1`, resolves to `127.0.1.1` there" in found.value.sentence
+    assert "the host of worker 0 (node1:2222) calls itself `node1`, which is `127.0.1.1` there" in found.value.sentence
     assert "make horovod" in found.value.hint
 
 

@@ -33,7 +33,7 @@ import socket
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -57,7 +57,6 @@ SECONDS_BETWEEN_LOOKS = 0.05  # of the rendezvous server, whether it is to end
 # How long rank 0 waits for the timelines that other ranks on its file system have begun.
 SECONDS_FOR_OTHERS = 20.0
 INSTALL = "run `make horovod`, or scripts/install_horovod.sh with the folder of the virtual environment"
-BUILD_AGAIN = f"{INSTALL}; or let the host's own name resolve to its address in the network, see /etc/hosts"
 
 Event = dict[str, Any]
 _set_here: set[str] = set()  # the environment variables that `set_unless_set` has set
@@ -171,7 +170,7 @@ def meeting_over_gloo(
         with _serving(world) if world.is_chief else contextlib.nullcontext():
             problems = [message.decode() for message in exchange(_why_unreachable(world).encode()) if message]
             if problems:
-                raise UsageError("; ".join(problems), BUILD_AGAIN)
+                raise _unreachable(problems)
             # To the others, this process waits in an exchange until Horovod has started.
             limits = Limits(timeout_seconds)
             heartbeat = Heartbeat(world, exchange, lambda: (1, 0), limits, process_exit.end_process)
@@ -188,7 +187,15 @@ def require_reachable(world: World) -> None:
     """
     problem = _why_unreachable(world) if os.environ.get(CONTROLLER) == "gloo" else ""
     if problem:
-        raise UsageError(problem, BUILD_AGAIN)
+        raise _unreachable([problem])
+
+
+def _unreachable(problems: Sequence[str]) -> UsageError:
+    return UsageError(
+        "Horovod was built without tfdist's patch, and would listen where other hosts cannot reach it: "
+        f"{'; '.join(problems)}",
+        f"{INSTALL}; or let the own name of each host resolve to its address in the network, see /etc/hosts",
+    )
 
 
 def _why_unreachable(world: World) -> str:
@@ -202,11 +209,8 @@ def _why_unreachable(world: World) -> str:
     addresses = _addresses(name)
     if addresses and not ipaddress.ip_address(addresses[0]).is_loopback:
         return ""
-    place = f"resolves to `{addresses[0]}` there" if addresses else "cannot be resolved there"
-    return (
-        f"Other hosts could not reach {world.named(world.rank)} over Gloo: its host's own name, `{name}`, {place}, and "
-        "Horovod was built without the patch that makes it use the network interface"
-    )
+    end = f"which is `{addresses[0]}` there" if addresses else "which cannot be resolved there"
+    return f"the host of {world.named(world.rank)} calls itself `{name}`, {end}"
 
 
 def set_unless_set(settings: Mapping[str, str]) -> None:
