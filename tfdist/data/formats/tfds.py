@@ -17,6 +17,7 @@ import contextlib
 import functools
 import json
 import os
+import struct
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -273,6 +274,7 @@ def _batches(builder: Any, split: str, count: int) -> Any:
     import tensorflow as tf
 
     shape = builder.info.features["image"].shape
+    size = struct.pack(">II", shape[1], shape[0])
     stored_as = {"image": tf.io.FixedLenFeature([], tf.string), "label": tf.io.FixedLenFeature([], tf.int64)}
 
     def decode_image(image: tf.Tensor) -> tf.Tensor:
@@ -280,6 +282,9 @@ def _batches(builder: Any, split: str, count: int) -> Any:
 
     def decode(records: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
         examples = tf.io.parse_example(records, stored_as)
+        # The header of a PNG file begins with its size; a picture of another size may be too large for the memory.
+        sizes = tf.strings.substr(examples["image"], 16, len(size))
+        tf.debugging.assert_equal(sizes, size, f"a picture does not have {shape[1]} x {shape[0]} pixels")
         pixels = tf.map_fn(decode_image, examples["image"], fn_output_signature=tf.TensorSpec(shape, tf.uint8))
         return pixels, examples["label"]
 
