@@ -36,6 +36,7 @@ from tfdist.study.results import Comparison
 
 FOLDER = Path(__file__).parent
 HOST = "127.0.0.1"
+HTTP_PORT = 80  # which a browser leaves out of the Host header
 PICTURE_WIDTH = 720  # pixels, for the picture of the Markdown report
 
 
@@ -161,7 +162,8 @@ def serving(html: str, port: int = 0) -> Iterator[ThreadingHTTPServer]:
     except (OSError, OverflowError) as error:
         raise UsageError(f"The report cannot be shown on port {port}: {error}", "name another `--port`") from error
     # A web site may let its name resolve to this machine (DNS rebinding); the requests of its pages have that name.
-    hosts = {f"{name}:{server.server_port}" for name in (HOST, "localhost")}
+    names = {HOST, "localhost"}
+    hosts = {f"{name}:{server.server_port}" for name in names} | (names if server.server_port == HTTP_PORT else set())
     with server:
         thread = threading.Thread(target=server.serve_forever, daemon=True)
         thread.start()

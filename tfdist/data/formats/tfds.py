@@ -16,10 +16,14 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
+import lzma
 import os
 import struct
 import sys
+import tarfile
 import threading
+import zipfile
+import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from os import PathLike
 from pathlib import Path
@@ -56,6 +60,7 @@ LOCK_SECONDS = 900
 # `in_memory` uses this many examples for validation: the last of TFDS' training split, in stored order.
 VALIDATION_EXAMPLES = 5000
 
+_DAMAGED_ARCHIVE = (tarfile.TarError, zipfile.BadZipFile, zlib.error, lzma.LZMAError, EOFError)
 # How many examples are decoded together before they are copied into the result.
 _CHUNK = 256
 
@@ -386,6 +391,12 @@ def _fetching(builder: Any, folder: Path) -> Iterator[None]:
         # TFDS prints to standard output, which is reserved for the command's table.
         with contextlib.redirect_stdout(sys.stderr), bounded_requests():
             yield
+    except _DAMAGED_ARCHIVE as error:
+        raise DataError(
+            f"Dataset `{builder.name}` cannot be prepared: an archive in `{folder / 'downloads'}` is incomplete or "
+            f"damaged: {error}",
+            "compare the sizes of the archives with those at their source, and download the damaged one again",
+        ) from error
     except Exception as error:  # TFDS passes on any kind of error: of the network, the disk or a checksum
         first_line = str(error).partition("\n")[0].rstrip(":")
         raise _unavailable(builder, folder, f"{type(error).__name__}: {first_line}") from error
