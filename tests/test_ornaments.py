@@ -1,13 +1,14 @@
 """A picture, a log or a trace that cannot be written is named, and the training goes on; what is essential ends it."""
 
 import contextlib
+import io
 import subprocess
 
 import keras
 import numpy as np
 import pytest
 
-from tfdist import callbacks
+from tfdist import callbacks, terminal
 from tfdist.errors import RunFolderError
 from tfdist.run import schema, session
 from tfdist.run.folder import RunFolder, load_record
@@ -27,6 +28,14 @@ def disk(tmp_path):
     subprocess.run(["umount", path], check=True)
 
 
+@pytest.fixture
+def said(monkeypatch):
+    """What the user is shown."""
+    shown = io.StringIO()
+    monkeypatch.setattr(terminal, "_terminal", [shown])
+    return shown
+
+
 def recorded():
     record = schema.example()
     record.epochs = [schema.EpochRecord.from_logs(1, {"loss": 0.5, "accuracy": 0.5}, 1.0)]
@@ -39,15 +48,17 @@ def fill(disk):
             file.write(bytes(4096))
 
 
-def test_a_full_disk_costs_the_picture_and_the_table_but_not_the_run(disk, capsys):
+def test_a_full_disk_costs_the_picture_and_the_table_but_not_the_run(disk, said):
     folder = RunFolder(disk / "run")
     folder.write(recorded())
     fill(disk)
     folder.write_history(recorded())
     folder.draw_curves(recorded())
-    said = capsys.readouterr().err
+    lines = said.getvalue()
     for path in (folder.history, folder.curves):
-        assert f"warning: `{path}` cannot be written, and the run continues without it: No space left on device" in said
+        assert (
+            f"warning: `{path}` cannot be written, and the run continues without it: No space left on device" in lines
+        )
     assert not [path for path in folder.path.iterdir() if path.name.startswith(".")]
 
 
@@ -68,16 +79,16 @@ def fitted(callback):
     return len(history.history["loss"])
 
 
-def test_tensorboard_logs_that_cannot_be_written_are_named_once(tmp_path, capsys):
+def test_tensorboard_logs_that_cannot_be_written_are_named_once(tmp_path, said):
     path = tmp_path / "file"
     path.touch()
     board = keras.callbacks.TensorBoard(str(path / "logs"))
     assert fitted(session._that_may_fail(board, path / "logs")) == 2
-    assert capsys.readouterr().err.count(f"warning: `{path / 'logs'}` cannot be written") == 1
+    assert said.getvalue().count(f"warning: `{path / 'logs'}` cannot be written") == 1
 
 
-def test_a_trace_that_cannot_be_written_is_named(tmp_path, capsys):
+def test_a_trace_that_cannot_be_written_is_named(tmp_path, said):
     path = tmp_path / "file"
     path.touch()
     assert fitted(callbacks.Profile(2, 4, path / "logs")) == 2
-    assert capsys.readouterr().err.count(f"warning: The trace cannot be written to `{path / 'logs'}`") == 1
+    assert said.getvalue().count(f"warning: The trace cannot be written to `{path / 'logs'}`") == 1

@@ -3,8 +3,9 @@
 import json
 
 import pytest
+from click.testing import CliRunner
 
-from tfdist import redaction
+from tfdist import launch, redaction, train
 from tfdist.doctor.finding import note
 from tfdist.run import schema
 
@@ -91,3 +92,22 @@ def test_a_record_of_a_run_has_no_secrets():
 def test_a_finding_of_the_doctor_has_no_secrets():
     finding = note("network", f"`https_proxy` is `http://me:{SECRET}@proxy:1`", f"unset --password {SECRET}")
     assert SECRET not in finding.sentence + finding.hint
+
+
+def test_resuming_a_run_asks_for_the_secret_that_its_record_leaves_out(tmp_path):
+    record = schema.example()
+    record.command = ["tfdist", "train", "--data-option", f"token={SECRET}", "--model", "mlp", "--dataset", "digits"]
+    record.command += ["--strategy", "single"]
+    (tmp_path / "run.json").write_text(record.model_dump_json())
+    done = CliRunner().invoke(train.command, ["--resume", "--run-dir", str(tmp_path)])
+    assert done.exit_code == 2
+    assert "has no secret values, and leaves out one of `--data-option`" in done.output
+
+
+def test_a_printed_job_warns_of_the_secret_in_its_command():
+    arguments = ["--workers", "2", "--emit", "slurm", "script.py", "--password", SECRET]
+    done = CliRunner().invoke(launch.command, arguments)
+    assert done.exit_code == 0
+    assert "warning: The command has a password, a token or a key" in done.stderr and SECRET in done.stdout
+    quiet = CliRunner().invoke(launch.command, arguments[:-2])
+    assert not quiet.stderr

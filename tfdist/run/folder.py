@@ -242,7 +242,9 @@ def optional(path: Path, *errors: type[Exception]) -> Iterator[None]:
     try:
         yield
     except (OSError, *errors) as error:
-        reason = getattr(error, "strerror", None) or f"{type(error).__name__}: {error}".partition("\n")[0]
+        # TensorFlow's messages have the name of the operation before and after the cause.
+        cause = str(error).partition("\n")[0].rpartition("}} ")[2].partition(" [Op:")[0]
+        reason = getattr(error, "strerror", None) or f"{type(error).__name__}: {cause}"
         terminal.say(f"warning: `{path}` cannot be written, and the run continues without it: {reason}")
 
 
