@@ -51,14 +51,15 @@ _PAIR = re.compile(rf"""(?P<name>[\w.-]+)(?P<between>["']?\s*[=:]\s*)(?P<value>{
 _OPTION = re.compile(rf"""(?P<name>(?<![\w-])--[\w.-]+)(?P<between>\s+)(?P<value>(?!--)(?:{_VALUE}))""", re.VERBOSE)
 
 
-def is_secret(name: str, value: object = "") -> bool:
-    """Whether the value of a variable, an option or a key with this name must not be shown."""
+def is_secret(name: str, value: object = None) -> bool:
+    """Whether the value of a variable, an option or a key with this name must not be shown; `None` if it is unknown."""
     words = re.findall("[a-z0-9]+", re.sub("(?<=[a-z0-9])(?=[A-Z])", "_", name).lower())
     if not words or words[-1] in _WORDS_OF_FILES:
         return False
     if _SECRET_PARTS.search("".join(words)) or any(map(_SECRET_WORDS.fullmatch, words)):
         return True
-    return any(map(_USUALLY_SECRET_WORDS.fullmatch, words)) and not (value and _HARMLESS.fullmatch(str(value)))
+    harmless = value is not None and _HARMLESS.fullmatch(str(value)) is not None
+    return not harmless and any(map(_USUALLY_SECRET_WORDS.fullmatch, words))
 
 
 def hide(text: str) -> str:
@@ -119,7 +120,8 @@ def _hide_in_json(content: Any) -> Any:
     if isinstance(content, Mapping):
         return hide_in_options(content)
     if isinstance(content, list | tuple):
-        return [_hide_in_json(part) for part in content]
+        hidden = [_hide_in_json(part) for part in content]
+        return hidden if isinstance(content, list) else tuple(hidden)
     return hide_in_sentence(content) if isinstance(content, str) else content
 
 

@@ -405,9 +405,10 @@ def _run_and_report(config: TrainConfig, folder: RunFolder, show: Callable[..., 
     def close(status: str, reason: str) -> None:
         _close(session, status, reason)
 
-    advise = functools.partial(_advise, config, folder, stderr)
-    try:
-        with process_exit.closed_by(close, advise):
+    # Shown once, by whichever thread ends the process.
+    advise = functools.cache(functools.partial(_advise, config, folder, stderr))
+    with process_exit.closed_by(close, advise):
+        try:
             startup.require_tensorflow_backend()
             from tfdist.run.session import Session
 
@@ -416,27 +417,32 @@ def _run_and_report(config: TrainConfig, folder: RunFolder, show: Callable[..., 
             session = Session(config, folder, ["tfdist", "train", *_arguments()], typed, started, show)
             with terminal.interrupts_noticed_by(session.interrupt):
                 record = _run(session)
-    except TfdistError as error:
-        close("failed", error.sentence)
-        if isinstance(error, VerificationError):
-            show(f"{error.report.table}\n")
-        click.echo(f"error: {error}", file=stderr)
-        return error.exit_code
-    except KeyboardInterrupt:
-        advise(process_exit.CTRL_C)  # first, because drawing the curves may take longer than the time that is left
-        close("interrupted", process_exit.CTRL_C)
-        return EXIT_INTERRUPTED
-    except Exception as error:
-        close("failed", f"{type(error).__name__}: {error}")
-        traceback.print_exc(file=stderr)
-        click.echo(f"error: unexpected {type(error).__name__}; the log is {folder.log}", file=stderr)
-        return EXIT_UNEXPECTED
+        except TfdistError as error:
+            close("failed", error.sentence)
+            if isinstance(error, VerificationError):
+                show(f"{error.report.table}\n")
+            click.echo(f"error: {error}", file=stderr)
+            return error.exit_code
+        except KeyboardInterrupt:
+            advise(process_exit.CTRL_C)  # first, because drawing the curves may take longer than the time that is left
+            close("interrupted", process_exit.CTRL_C)
+            return EXIT_INTERRUPTED
+        except Exception as error:
+            close("failed", f"{type(error).__name__}: {error}")
+            traceback.print_exc(file=stderr)
+            click.echo(f"error: unexpected {type(error).__name__}; the log is {folder.log}", file=stderr)
+            return EXIT_UNEXPECTED
     if record is not None and not config.quiet:
-        rows = [*_result_rows(record, folder), *session.usage]
-        width = max(len(name) for name, _ in rows)
-        for name, value in rows:
-            click.echo(f"{name:<{width}}  {value}")
+        _show_results(record, folder, session.usage)
     return 0
+
+
+def _show_results(record: RunRecord, folder: RunFolder, usage: Sequence[tuple[str, str]]) -> None:
+    """Shows the table at the end of a run."""
+    rows = [*_result_rows(record, folder), *usage]
+    width = max(len(name) for name, _ in rows)
+    for name, value in rows:
+        click.echo(f"{name:<{width}}  {value}")
 
 
 def _result_rows(record: RunRecord, folder: RunFolder) -> list[tuple[str, str]]:
