@@ -111,6 +111,7 @@ def test_a_record_with_a_picture_or_a_mask_above_the_limit_is_named(tmp_path):
     assert problem == f"The mask at byte 12 of {path} has 200 x 100 pixels, and at most 10,000 pixels are decoded"
 
 
+@pytest.mark.thorough
 def test_a_small_file_with_a_huge_picture_takes_no_memory(tmp_path):
     folder = folder_of(tmp_path, "bomb.png", png_bomb())
     assert (folder / "train" / "b" / "bomb.png").stat().st_size < 3_000_000
