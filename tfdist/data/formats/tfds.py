@@ -392,9 +392,10 @@ def _fetching(builder: Any, folder: Path) -> Iterator[None]:
         with contextlib.redirect_stdout(sys.stderr), bounded_requests():
             yield
     except _DAMAGED_ARCHIVE as error:
+        reason = str(error).partition("\n")[0].rstrip(":")
         raise DataError(
             f"Dataset `{builder.name}` cannot be prepared: an archive in `{folder / 'downloads'}` is incomplete or "
-            f"damaged: {error}",
+            f"damaged: {reason}",
             "compare the sizes of the archives with those at their source, and download the damaged one again",
         ) from error
     except Exception as error:  # TFDS passes on any kind of error: of the network, the disk or a checksum
