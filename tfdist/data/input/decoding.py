@@ -316,9 +316,13 @@ def _is_class(mask: Any, spec: DataSpec) -> Any:
     return inside if spec.ignored_class is None else inside | (mask == spec.ignored_class)
 
 
-def _pixel_count(encoded: bytes) -> np.int64:
-    """The number of pixels according to the header; 0 without a header, so that the decoder reports it."""
-    size = picture_headers.size_of(encoded)
+def _pixel_count(encoded: bytes | np.ndarray) -> np.int64:
+    """The number of pixels according to the header; 0 without a header, so that the decoder reports it.
+
+    Args:
+        encoded: the picture; outside of a graph, TensorFlow passes an array of objects `[]`.
+    """
+    size = picture_headers.size_of(encoded if isinstance(encoded, bytes) else encoded.item())
     return np.int64(0 if size is None else size.pixels)
 
 
