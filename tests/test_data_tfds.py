@@ -7,6 +7,7 @@ import io
 import json
 import os
 import shutil
+import tarfile
 import types
 import zipfile
 from pathlib import Path
@@ -182,3 +183,20 @@ def test_archives_are_fetched_once_checked_and_unpacked(tmp_path, monkeypatch):
             assert (there["a"] / "folder" / "file.txt").read_text() == "content"
         assert len(asked) == 2  # whether it answers, and the file
     assert not os.path.isabs(json.loads((tmp_path / "tiny.json").read_text())["a"])
+
+
+def test_a_truncated_archive_is_named_with_its_folder(tmp_path):
+    archive = tmp_path / "downloads" / "archive.tar"
+    archive.parent.mkdir()
+    with tarfile.open(archive, "w") as tar:
+        tar.add(__file__, "picture")
+    archive.write_bytes(archive.read_bytes()[:3000])
+    with (
+        pytest.raises(
+            DataError, match=f"an archive in `{archive.parent}` is incomplete or damaged: unexpected end"
+        ) as e,
+        tfds._fetching(types.SimpleNamespace(name="some"), tmp_path),
+        tarfile.open(archive) as tar,
+    ):
+        tar.extractall(tmp_path, filter="data")
+    assert "download the damaged one again" in e.value.hint

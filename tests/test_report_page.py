@@ -1,6 +1,7 @@
 """The report as a page: what is in it, and what a browser makes of it."""
 
 import functools
+import http.client
 import json
 import re
 import signal
@@ -186,6 +187,22 @@ def test_a_dark_screen_has_a_dark_page_and_paper_a_light_one(opened):
     assert tab.run(colors)[0] == light[0] == "rgb(255, 255, 255)"
     assert tab.pdf().startswith(b"%PDF")
     tab.call("Emulation.setEmulatedMedia", media="", features=[])
+
+
+def answer(server, host):
+    connection = http.client.HTTPConnection("127.0.0.1", server.server_port, timeout=10)
+    connection.request("GET", "/", headers={"Host": host})
+    response = connection.getresponse()
+    return response.status, response.read() if response.status == 200 else b""
+
+
+def test_a_request_by_another_name_is_refused():
+    """Otherwise a web site whose name resolves to this machine (DNS rebinding) could read the page."""
+    with page.serving("<p>secret</p>") as server:
+        for host in ("evil.example", f"evil.example:{server.server_port}"):
+            assert answer(server, host) == (403, b"")
+        for name in ("127.0.0.1", "localhost"):
+            assert answer(server, f"{name}:{server.server_port}") == (200, b"<p>secret</p>")
 
 
 def test_the_page_is_served_on_this_machine_alone():

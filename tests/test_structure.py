@@ -14,6 +14,7 @@ AT_THE_TOP = {
     "compare",
     "errors",
     "files",
+    "redaction",
     "launch",
     "memory",
     "options",

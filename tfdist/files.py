@@ -5,8 +5,8 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import secrets
 import stat
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -73,13 +73,10 @@ def write_atomically(path: Path, write: Callable[[Path], Any]) -> None:
         OSError: the file cannot be written, for example without space or permission; `path` is unchanged.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(prefix=f".{path.name}.", suffix=path.suffix, dir=path.parent)
-    os.close(handle)
-    temporary = Path(name)
+    temporary = _created_beside(path)
     _unfinished.add(temporary)
     try:
         write(temporary)
-        temporary.chmod(0o666 & ~_umask())
         sync(temporary)
         os.replace(temporary, path)
         sync(path.parent)
@@ -112,7 +109,14 @@ def sync(path: Path) -> None:
         os.close(descriptor)
 
 
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask
+def _created_beside(path: Path) -> Path:
+    """Creates an empty file with a new name in the folder of `path`.
+
+    The operating system applies the umask. Reading the umask with `os.umask` would set it to another value for a
+    moment, also for the files that other threads create.
+    """
+    while True:
+        temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}{path.suffix}")
+        with contextlib.suppress(FileExistsError):
+            os.close(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666))
+            return temporary

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import click
 
-from tfdist import terminal
+from tfdist import redaction, terminal
 from tfdist.errors import UsageError
 from tfdist.launcher import job
 from tfdist.launcher.elastic import ElasticOptions, elastic_options
@@ -125,8 +125,15 @@ def _emit(wanted: job.Job, kind: str) -> int:
     printers = {"slurm": emit.slurm, "kubernetes": emit.kubernetes}
     if kind not in printers:
         raise UsageError(f"`--emit` is `{kind}`", "use `slurm` or `kubernetes`")
+    text = printers[kind](wanted)
+    if redaction.hide_in_command(wanted.command) != list(wanted.command):
+        click.echo(
+            "warning: The command has a password, a token or a key, and so has this text: let the program read it from "
+            "a file or a variable instead, or keep this text to yourself",
+            err=True,
+        )
     with terminal.guarded_stdout(needed=True):
-        click.echo(printers[kind](wanted), nl=False)
+        click.echo(text, nl=False)
     return 0
 
 

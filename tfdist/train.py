@@ -19,7 +19,7 @@ import shlex
 import subprocess
 import sys
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
@@ -27,9 +27,9 @@ from typing import TYPE_CHECKING, Any, TextIO
 import click
 import psutil
 
-from tfdist import data, models, registry, startup, strategies, terminal
+from tfdist import data, models, redaction, registry, startup, strategies, terminal
 from tfdist.data.input import augmentation
-from tfdist.errors import EXIT_INTERRUPTED, EXIT_USAGE, TfdistError, UsageError, VerificationError
+from tfdist.errors import EXIT_INTERRUPTED, EXIT_USAGE, ClusterError, TfdistError, UsageError, VerificationError
 from tfdist.jobs import job_environment, process_exit
 from tfdist.jobs.world import World
 from tfdist.launcher import job
@@ -119,6 +119,7 @@ class _TrainCommand(terminal.Command):
         if typed.get("strategy") and run_dir.is_dir() and not os.path.lexists(run_dir / "run.json"):
             return {}  # the run ended before it wrote a record
         recorded, _ = self._parse(ctx, load_record(run_dir).command[2:])
+        _refuse_missing_secrets(recorded, given=typed)
         for name in ("resume", "run_dir", "help"):
             recorded.pop(name, None)
             typed.pop(name, None)
@@ -137,6 +138,17 @@ def _with_recipe(options: dict[str, Any]) -> dict[str, Any]:
     """Replaces the option `recipe` by the options of the recipe."""
     others = {name: value for name, value in options.items() if name != "recipe"}
     return (recipes.load(options["recipe"]) if options.get("recipe") else {}) | others
+
+
+def _refuse_missing_secrets(earlier: Mapping[str, Any], given: Mapping[str, Any]) -> None:
+    """Raises `UsageError` if the record of the run to resume leaves out a value of an option that is not given."""
+    for name, value in earlier.items():
+        if name not in given and redaction.HIDDEN in str(value):
+            option = "--" + name.replace("_", "-")
+            raise UsageError(
+                f"The record of the run to resume has no secret values, and leaves out one of `{option}`",
+                f"set `{option}` again, as often as at the start of the run",
+            )
 
 
 @click.command(
@@ -398,36 +410,48 @@ def run(config: TrainConfig, world: World) -> int:
 def _run_and_report(config: TrainConfig, folder: RunFolder, show: Callable[..., None], stderr: TextIO) -> int:
     """Runs the session, reports its end on the terminal and in the record, and returns the exit code."""
     session: Session | None = None
-    try:
-        startup.require_tensorflow_backend()
-        from tfdist.run.session import Session
 
-        typed = os.environ.get(job_environment.TYPED) or shlex.join(sys.orig_argv)
-        started = datetime.fromtimestamp(psutil.Process().create_time(), UTC)
-        session = Session(config, folder, ["tfdist", "train", *_complete_arguments()], typed, started, show)
-        close = functools.partial(_close, session, stderr)
-        with terminal.interrupts_noticed_by(session.interrupt), process_exit.closed_by(close):
-            record = _run(session)
-    except TfdistError as error:
-        _close(session, stderr, "failed", error.sentence)
-        if isinstance(error, VerificationError):
-            show(f"{error.report.table}\n")
-        click.echo(f"error: {error}", file=stderr)
-        return error.exit_code
-    except KeyboardInterrupt:
-        _close(session, stderr, "interrupted", "Ctrl-C")
-        return EXIT_INTERRUPTED
-    except Exception as error:
-        _close(session, stderr, "failed", f"{type(error).__name__}: {error}")
-        traceback.print_exc(file=stderr)
-        click.echo(f"error: unexpected {type(error).__name__}; the log is {folder.log}", file=stderr)
-        return EXIT_UNEXPECTED
+    def close(status: str, reason: str) -> None:
+        _close(session, status, reason)
+
+    # Shown once, by whichever thread ends the process.
+    advise = functools.cache(functools.partial(_advise, config, folder, stderr))
+    with process_exit.closed_by(close, advise):
+        try:
+            startup.require_tensorflow_backend()
+            from tfdist.run.session import Session
+
+            typed = os.environ.get(job_environment.TYPED) or shlex.join(sys.orig_argv)
+            started = datetime.fromtimestamp(psutil.Process().create_time(), UTC)
+            session = Session(config, folder, ["tfdist", "train", *_complete_arguments()], typed, started, show)
+            with terminal.interrupts_noticed_by(session.interrupt):
+                record = _run(session)
+        except TfdistError as error:
+            close("failed", error.sentence)
+            if isinstance(error, VerificationError):
+                show(f"{error.report.table}\n")
+            click.echo(f"error: {error}", file=stderr)
+            return error.exit_code
+        except KeyboardInterrupt:
+            advise(process_exit.CTRL_C)  # first, because drawing the curves may take longer than the time that is left
+            close("interrupted", process_exit.CTRL_C)
+            return EXIT_INTERRUPTED
+        except Exception as error:
+            close("failed", f"{type(error).__name__}: {error}")
+            traceback.print_exc(file=stderr)
+            click.echo(f"error: unexpected {type(error).__name__}; the log is {folder.log}", file=stderr)
+            return EXIT_UNEXPECTED
     if record is not None and not config.quiet:
-        rows = [*_result_rows(record, folder), *session.usage]
-        width = max(len(name) for name, _ in rows)
-        for name, value in rows:
-            click.echo(f"{name:<{width}}  {value}")
+        _show_results(record, folder, session.usage)
     return 0
+
+
+def _show_results(record: RunRecord, folder: RunFolder, usage: Sequence[tuple[str, str]]) -> None:
+    """Shows the table at the end of a run."""
+    rows = [*_result_rows(record, folder), *usage]
+    width = max(len(name) for name, _ in rows)
+    for name, value in rows:
+        click.echo(f"{name:<{width}}  {value}")
 
 
 def _result_rows(record: RunRecord, folder: RunFolder) -> list[tuple[str, str]]:
@@ -458,22 +482,33 @@ def _run(session: Session) -> RunRecord | None:
             return session.run()
         session.verify()
         return None
-    except Exception:
+    except Exception as error:
+        if isinstance(error, ClusterError):
+            process_exit.end_if_signalled()
         # If all processes are interrupted and one ends first, the errors of the others are consequences, not failures.
         session.raise_if_interrupted()
         raise
 
 
-def _close(session: Session | None, stderr: TextIO, status: Any, reason: str) -> None:
-    """Records the end of the run, unless it is already recorded; `stderr` may be closed."""
-    if session is None or (session.record is not None and session.record.status != "running"):
+def _close(session: Session | None, status: Any, reason: str) -> None:
+    """Records the end of the run, unless it is already recorded."""
+    if session is not None and (session.record is None or session.record.status == "running"):
+        session.close(status, reason)
+
+
+def _advise(config: TrainConfig, folder: RunFolder, stderr: TextIO, reason: str) -> None:
+    """Says in one line for the job by what the run was ended, and how to go on; `stderr` may be closed."""
+    if not folder.is_chief or config.verify_steps is not None:
         return
-    # Shown first, because drawing the curves may take longer than the time that a terminated process has left.
-    if session.record is not None and status == "interrupted":
-        with contextlib.suppress(OSError):
-            resume = f"python -m tfdist.train --resume --run-dir {session.folder.path}"
-            click.echo(f"Interrupted; continue with `{resume}`", file=stderr)
-    session.close(status, reason)
+    from tfdist.checkpointing import format as checkpoints
+
+    ended = "Interrupted" if reason == process_exit.CTRL_C else f"Ended by {reason}"
+    if checkpoints.paths(folder.checkpoints):
+        line = f"{ended}; continue with `python -m tfdist.train --resume --run-dir {shlex.quote(str(folder.path))}`"
+    else:
+        line = f"{ended} before the first checkpoint; start over with the same command, and another `--run-dir`"
+    with contextlib.suppress(OSError):
+        click.echo(line, file=stderr)
 
 
 def _arguments() -> list[str]:

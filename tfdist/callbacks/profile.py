@@ -13,10 +13,13 @@ import time
 import warnings
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import Any
 
 import keras
+import tensorflow as tf
 
+from tfdist import terminal
 from tfdist.callbacks.throughput import StepCounter
 from tfdist.errors import UsageError
 from tfdist.jobs import consensus
@@ -38,7 +41,8 @@ class Profile(keras.callbacks.Callback):
             traces side by side if they have the same folder; the traces of servers are written there, too.
 
     Attributes:
-        traced: whether the latest `fit` has written a trace.
+        traced: whether the latest `fit` has written a trace. If it cannot be written, a warning says so, and the
+            training continues.
 
     Raises:
         UsageError: not 0 <= first < last; at the beginning of training, if it ends before `first`; or, at the first
@@ -76,6 +80,7 @@ class Profile(keras.callbacks.Callback):
     def _reset(self) -> None:
         self.close()  # an earlier `fit` may have ended with an exception, without `on_train_end`
         self.traced = False
+        self._failed = False
         self._counter = StepCounter()
         self._marker: AbstractContextManager[Any] | None = None
         self._runs_single_steps = False  # set where the loop calls `batches_until_hook`, and ends a chunk at `first`
@@ -85,12 +90,22 @@ class Profile(keras.callbacks.Callback):
         if self._running:
             self._running = False
             self._end_marker()
-            trace.stop()
-            if self._run is not None:
-                trace.put_beside(self._own_dir, self.log_dir, self._run, self._name)
-                if self._remote is not None:
-                    self._remote.stop(trace.folder_of(self.log_dir, self._run))
-            self.traced = True
+            try:
+                self._write()
+                self.traced = True
+            except (OSError, tf.errors.OpError) as error:
+                self._failed = True
+                reason = str(error).partition("\n")[0]
+                terminal.say(f"warning: The trace cannot be written to `{self.log_dir}`: {reason}")
+
+    def _write(self) -> None:
+        trace.stop()
+        if self._run is not None:
+            trace.put_beside(self._own_dir, self.log_dir, self._run, self._name)
+            if self._remote is not None:
+                self._remote.stop(trace.folder_of(self.log_dir, self._run))
+        if not list(Path(self.log_dir).glob("plugins/profile/*/*.xplane.pb")):
+            raise OSError(f"no space is left, or `{self.log_dir}` is not writable")
 
     def batches_until_hook(self, batch: int) -> int | None:
         """Returns the number of batches up to `first`, then 1, and `None` after `last`."""
@@ -122,7 +137,7 @@ class Profile(keras.callbacks.Callback):
         """Starts the trace if the next steps reach `first`, and marks them."""
         self._counter.chunk_begins(batch)
         step = self._counter.number(batch)
-        if self.traced or step >= self.last or step + self._chunk_length() <= self.first:
+        if self.traced or self._failed or step >= self.last or step + self._chunk_length() <= self.first:
             return
         if not self._running:
             trace.start(self._own_dir)
@@ -149,8 +164,8 @@ class Profile(keras.callbacks.Callback):
 
     @property
     def untraced(self) -> str | None:
-        """A sentence that explains why the latest `fit` has written no trace; `None` if it has."""
-        if self.traced:
+        """A sentence that explains why the latest `fit` has written no trace; `None` if it has, or has warned."""
+        if self.traced or self._failed:
             return None
         return (
             f"Nothing was traced: training ended after {self._counter.steps_before_epoch} steps, "

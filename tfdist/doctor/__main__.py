@@ -9,7 +9,6 @@ import dataclasses
 import json
 import os
 import platform
-import re
 import textwrap
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -18,7 +17,7 @@ import click
 from rich.console import Console
 from rich.text import Text
 
-from tfdist import __version__, terminal, world
+from tfdist import __version__, redaction, terminal, world
 from tfdist.doctor import engines, folders, gpus, job, links, machine, network, packages, readiness
 from tfdist.doctor.finding import Finding, problem
 from tfdist.doctor.links import Measurement
@@ -38,7 +37,6 @@ RELEVANT = (
     *("LD_LIBRARY_PATH", "LD_PRELOAD", "VIRTUAL_ENV", "CONDA_PREFIX", "TMPDIR"),
     *("grpc_proxy", "https_proxy", "http_proxy", "no_grpc_proxy", "no_proxy"),
 )
-SECRET = re.compile("KEY|TOKEN|SECRET|PASSW|CREDENTIAL|AUTH|COOKIE", re.IGNORECASE)
 
 
 @click.command(cls=terminal.Command, context_settings={"max_content_width": terminal.HELP_WIDTH})
@@ -174,15 +172,15 @@ def _job() -> Iterator[tuple[str, str]]:
     try:
         yield from world.rows(World.detect())
     except UsageError as error:
-        yield "source", f"error: {error.sentence}"
+        yield "source", f"error: {redaction.hide_in_sentence(error.sentence)}"
 
 
 def variables(environment: Mapping[str, str]) -> Iterator[tuple[str, str]]:
-    """Yields names and values of the relevant variables, sorted, without secret values and passwords in URLs."""
+    """Yields names and values of the relevant variables, sorted, without secret values."""
     for name in sorted(environment):
         if name.startswith(RELEVANT):
-            without_password = re.sub(r"//[^/@\s]+@", "//...@", environment[name])
-            yield name, "(left out)" if SECRET.search(name) else without_password
+            value = environment[name]
+            yield name, redaction.HIDDEN if redaction.is_secret(name, value) else redaction.hide(value)
 
 
 if __name__ == "__main__":

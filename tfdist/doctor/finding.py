@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from tfdist import redaction
 from tfdist.errors import TfdistError
 
 # A note is something that the user should know, but that keeps no strategy from running.
@@ -20,12 +21,18 @@ class Finding:
         state: "ok", "note" or "problem".
         sentence: the observation; for a problem, also what is wrong.
         hint: what to do; empty if there is nothing to do.
+
+    Both are without secret values, since the report is pasted into bug reports.
     """
 
     subject: str
     state: State
     sentence: str
     hint: str = ""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "sentence", redaction.hide_in_sentence(self.sentence))
+        object.__setattr__(self, "hint", redaction.hide_in_sentence(self.hint))
 
     @property
     def is_problem(self) -> bool:

@@ -16,12 +16,14 @@ from types import TracebackType
 from typing import NoReturn
 
 from tfdist import terminal
-from tfdist.errors import EXIT_INTERRUPTED, TfdistError
+from tfdist.errors import EXIT_INTERRUPTED, ClusterError, TfdistError
 from tfdist.jobs import job_environment
 
 _hooks: list[Callable[[int], None]] = []
 # Functions that close the run, with its status and the reason, if this process ends itself.
 _closers: list[Callable[[str, str], None]] = []
+# Functions that tell the user how to go on after a signal, which they get by name.
+_advisers: list[Callable[[str], None]] = []
 # Functions that wait for work that must be complete before this process ends itself, such as writing a checkpoint.
 _waits: list[Callable[[float | None], None]] = []
 # Held by the thread that ends this process.
@@ -30,6 +32,11 @@ SECONDS_TO_CLOSE = 3.0
 # Fraction of the time between SIGTERM and SIGKILL; the remaining time is for the work after the wait.
 FRACTION_TO_WAIT = 0.75
 ENDING_SIGNALS = (signal.SIGTERM, signal.SIGHUP)
+CTRL_C = "Ctrl-C"
+# A signal to all processes of a job reaches them within this time. No process leaves earlier, so that each knows from
+# its own signal why the others leave.
+SECONDS_FOR_PEERS = 0.3
+_received: list[int] = []  # the signals by which this process should end
 
 
 def at_failure(hook: Callable[[int], None]) -> None:
@@ -78,13 +85,16 @@ def fail(exit_code: int) -> None:
 
 
 @contextlib.contextmanager
-def closed_by(close: Callable[[str, str], None]) -> Iterator[None]:
+def closed_by(close: Callable[[str, str], None], advise: Callable[[str], None] = lambda name: None) -> Iterator[None]:
     """Calls `close(status, reason)` before the process ends by `end_process`, SIGTERM or SIGHUP.
+
+    After a signal, `advise(name)` is called last, when checkpoints are written.
 
     Python's own signal handlers run only when native code returns. That may be too late, since SIGTERM is usually
     followed by SIGKILL after a few seconds. A thread therefore receives the signals.
     """
     _closers.append(close)
+    _advisers.append(advise)
     # Leave out signals that are ignored, such as SIGHUP under nohup.
     numbers = [number for number in ENDING_SIGNALS if signal.getsignal(number) is signal.SIG_DFL]
     reader, writer = os.pipe()
@@ -101,14 +111,38 @@ def closed_by(close: Callable[[str, str], None]) -> Iterator[None]:
         signal.set_wakeup_fd(previous)
         os.close(writer)
         _closers.remove(close)
+        _advisers.remove(advise)
+        _received.clear()
 
 
 def _read_signals(reader: int, numbers: Sequence[int]) -> None:
     while received := os.read(reader, 1):
-        if received[0] in numbers:
-            _close("interrupted", signal.Signals(received[0]).name, _seconds_until_killed())
-            os._exit(128 + received[0])
+        if received[0] == signal.SIGINT:  # the main thread ends the process by `KeyboardInterrupt`
+            _received.append(signal.SIGINT)
+        elif received[0] in numbers:
+            _received.append(received[0])
+            _end_by_signal(received[0])
     os.close(reader)
+
+
+def end_if_signalled() -> None:
+    """Ends this process if it has got a signal to end: then the loss of other processes is no failure of the job.
+
+    Called from any thread, before such a loss is reported.
+    """
+    if _received:
+        _end_by_signal(_received[0])
+
+
+def _end_by_signal(number: int) -> NoReturn:
+    _ending.acquire()
+    name = CTRL_C if number == signal.SIGINT else signal.Signals(number).name
+    leave = time.monotonic() + SECONDS_FOR_PEERS
+    _close("interrupted", name, _seconds_until_killed())
+    for advise in _advisers:
+        advise(name)
+    time.sleep(max(0.0, leave - time.monotonic()))
+    os._exit(128 + number)
 
 
 def end_process(error: TfdistError, finish: Callable[[int], None] = lambda exit_code: None) -> NoReturn:
@@ -117,6 +151,8 @@ def end_process(error: TfdistError, finish: Callable[[int], None] = lambda exit_
     Closes the run, if this takes at most a few seconds, and waits until a checkpoint is written. No exit handlers run.
     At the end, `finish` is called with the exit code. If several threads call this, the first one ends the process.
     """
+    if isinstance(error, ClusterError):
+        end_if_signalled()
     _ending.acquire()
     terminal.say(f"error: {error}")
     _close("failed", error.sentence, None)
@@ -152,7 +188,7 @@ def _close(status: str, reason: str, seconds: float | None) -> None:
 
     closing = threading.Thread(target=close_run, daemon=True)
     closing.start()
-    closing.join(SECONDS_TO_CLOSE)
+    closing.join(SECONDS_TO_CLOSE if seconds is None else min(seconds, SECONDS_TO_CLOSE))
     for wait in _waits:
         wait(None if until is None else max(0.0, until - time.monotonic()))
 

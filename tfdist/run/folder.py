@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import BaseModel, Field, ValidationError
 
-from tfdist import files
+from tfdist import files, terminal
 from tfdist.errors import RunFolderError
 from tfdist.run import schema
 from tfdist.run.schema import EpochRecord, RunRecord
@@ -196,13 +196,13 @@ class RunFolder:
         Raises:
             RunFolderError: it cannot be written; the previous file is intact.
         """
-        self._write_text(self.run_json, record.model_dump_json(indent=2) + "\n")
+        with writing(self.run_json):
+            files.write_text(self.run_json, record.model_dump_json(indent=2) + "\n")
 
     def write_history(self, record: RunRecord) -> None:
         """Writes `history.csv`, with one row per epoch and one column per metric, empty where an epoch lacks it.
 
-        Raises:
-            RunFolderError: it cannot be written; the previous file is intact.
+        If it cannot be written, a warning says so, and the previous file is intact: `run.json` has the same figures.
         """
         rows = [_history_row(epoch) for epoch in record.epochs]
         columns = dict.fromkeys(name for row in rows for name in row)
@@ -210,22 +210,18 @@ class RunFolder:
         writer = csv.DictWriter(text, columns or list(EpochRecord.model_fields)[:-1], lineterminator="\n")
         writer.writeheader()
         writer.writerows(rows)
-        self._write_text(self.history, text.getvalue())
+        with optional(self.history):
+            files.write_text(self.history, text.getvalue())
 
     def draw_curves(self, record: RunRecord) -> None:
         """Draws `curves.png`, loss and accuracy per epoch, unless no epoch is finished.
 
-        Raises:
-            RunFolderError: it cannot be written; the previous file is intact.
+        If it cannot be drawn or written, a warning says so, and the previous file is intact.
         """
         if not record.epochs:
             return
-        with writing(self.curves):
+        with optional(self.curves, Exception):
             files.write_atomically(self.curves, lambda path: draw_curves(record, path))
-
-    def _write_text(self, path: Path, text: str) -> None:
-        with writing(path):
-            files.write_text(path, text)
 
 
 def require_regular_outputs(folder: Path) -> None:
@@ -255,6 +251,24 @@ def writing(path: Path) -> Iterator[None]:
             f"The run folder cannot be written: `{path}`: {error.strerror or error}",
             "choose a writable folder on a disk with free space with `--run-dir`",
         ) from error
+
+
+@contextlib.contextmanager
+def optional(path: Path, *errors: type[Exception]) -> Iterator[None]:
+    """Within this context, an `OSError` is shown as a warning and does not end the run, which can do without `path`.
+
+    Args:
+        path: the file or folder that is written, such as a picture.
+        errors: further kinds of errors that must not end the run either.
+    """
+    expected: tuple[type[Exception], ...] = (OSError, *errors)
+    try:
+        yield
+    except expected as error:
+        # TensorFlow's messages have the name of the operation before and after the cause.
+        cause = str(error).partition("\n")[0].rpartition("}} ")[2].partition(" [Op:")[0]
+        reason = getattr(error, "strerror", None) or f"{type(error).__name__}: {cause}"
+        terminal.say(f"warning: `{path}` cannot be written, and the run continues without it: {reason}")
 
 
 def load_record(path: str | os.PathLike[str]) -> RunRecord:

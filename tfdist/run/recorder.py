@@ -17,7 +17,7 @@ import psutil
 import tensorflow as tf
 from pydantic import BaseModel
 
-from tfdist import data, terminal
+from tfdist import data, redaction, terminal
 from tfdist.callbacks import memory
 from tfdist.data.spec import DataSpec
 from tfdist.errors import UsageError
@@ -109,10 +109,8 @@ class RecordedRun(Protocol):
 
 def check_resumed(config: TrainConfig, earlier: RunRecord) -> None:
     """Raises `UsageError` unless the resumed run has the same model and the same examples in the same order."""
-    options, earlier_options = (
-        {name: str(value) for name, value in config.load_options.items()},
-        earlier.dataset.options,
-    )
+    options = redaction.hide_in_options({name: str(value) for name, value in config.load_options.items()})
+    earlier_options = earlier.dataset.options
     settings = [
         ("--dataset", earlier.dataset.name, config.dataset),
         *(

@@ -21,9 +21,10 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import psutil
-from pydantic import AwareDatetime, BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import AfterValidator, AwareDatetime, BaseModel, BeforeValidator, ConfigDict, Field
 
 import tfdist
+from tfdist import redaction
 from tfdist.jobs.job_environment import cores
 
 SCHEMA_VERSION = 8
@@ -38,6 +39,12 @@ def _finite_or_none(value: Any) -> Any:
 
 
 Number = Annotated[float | None, BeforeValidator(_finite_or_none)]
+# Run folders are shared and published, so that a record has no secret values.
+Options = Annotated[dict[str, Any], AfterValidator(redaction.hide_in_options)]
+Command = Annotated[list[str], AfterValidator(redaction.hide_in_command)]
+CommandLine = Annotated[str, AfterValidator(redaction.hide)]
+Sentence = Annotated[str, AfterValidator(redaction.hide_in_sentence)]
+TextOptions = Annotated[dict[str, str], AfterValidator(redaction.hide_in_options)]
 
 
 class _Part(BaseModel):
@@ -105,7 +112,7 @@ class StrategyRecord(_Part):
     """
 
     name: str
-    options: dict[str, Any]
+    options: Options
     replicas: int
     stages: list[StageRecord] = []
     bubble: float | None = None
@@ -127,7 +134,7 @@ class ModelRecord(_Part):
 
     name: str
     parameters: int | None
-    options: dict[str, str] = {}
+    options: TextOptions = {}
 
 
 class BreakdownRecord(_Part):
@@ -154,7 +161,7 @@ class DatasetRecord(_Part):
 
     name: str
     examples: dict[str, int]
-    options: dict[str, str] = {}
+    options: TextOptions = {}
     augment: str = "none"
     input: str = "real"
     skipped: int = 0
@@ -240,9 +247,9 @@ class RunRecord(_Part):
 
     schema_version: int = SCHEMA_VERSION
     status: Status = "running"
-    reason: str | None = None
-    command: list[str]
-    typed: list[str] = []
+    reason: Sentence | None = None
+    command: Command
+    typed: list[CommandLine] = []
     started: AwareDatetime = Field(default_factory=lambda: datetime.now(UTC))
     versions: Versions = Field(default_factory=Versions.detect)
     machine: Machine = Field(default_factory=Machine.detect)

@@ -11,12 +11,14 @@ A run warns of probable mistakes in a user's model or dataset, one sentence each
 from __future__ import annotations
 
 import dataclasses
+import functools
 import inspect
 import math
 import sys
 import time
 from collections.abc import Callable, Mapping
 from datetime import datetime
+from pathlib import Path
 from typing import Any
 
 import keras
@@ -34,7 +36,7 @@ from tfdist.jobs import consensus
 from tfdist.profiling import trace
 from tfdist.run import optimizers, recorder, schema
 from tfdist.run.config import TrainConfig
-from tfdist.run.folder import RunFolder, load_record, writing
+from tfdist.run.folder import RunFolder, load_record, optional, writing
 from tfdist.run.recorder import Recorder, begin_record
 from tfdist.run.schema import RunRecord
 from tfdist.verification.bounds import BoundReport
@@ -369,7 +371,8 @@ class Session:
             timer = callbacks.TimeToTarget(config.target_accuracy)
             result.append(timer)
         if config.tensorboard:
-            result.append(keras.callbacks.TensorBoard(str(self.folder.tensorboard)))
+            board = keras.callbacks.TensorBoard(str(self.folder.tensorboard))
+            result.append(_that_may_fail(board, self.folder.tensorboard))
         if config.profile is not None:
             self._profile = callbacks.Profile(*config.profile, self.folder.tensorboard)
             result.append(self._profile)
@@ -387,6 +390,7 @@ class Session:
     def _files(self) -> dict[str, str]:
         names = ("history", "curves", "log", "vocabulary", "target_vocabulary", "profile", "tensorboard", "checkpoints")
         paths = {name: getattr(self.folder, name) for name in (*names, "model")}
+        # These are written after the record.
         written = {"history", "curves"} if self.record is not None and self.record.epochs else {"history"}
         return {name: path.name for name, path in paths.items() if name in written or path.exists()} | self._task_files
 
@@ -394,10 +398,10 @@ class Session:
         """Writes the task's example outputs to the run folder, and adds its scores to the record."""
         assert self.record is not None
         run = tasks.Run(model, source, strategy, self.folder.path, self.config.batch_size, self.config.seed)
-        with writing(self.folder.path):
+        with optional(self.folder.path):
             tasks.show(run)
         self._warn(run.skipped)
-        self._task_files = run.files
+        self._task_files = {name: file for name, file in run.files.items() if (self.folder.path / file).exists()}
         if run.scores:
             self.record.test_metrics = {**(self.record.test_metrics or {}), **run.scores}
 
@@ -412,7 +416,7 @@ class Session:
             for stage, seconds in zip(strategy.stages, summary.stages.seconds, strict=False):
                 stage.busy_seconds = seconds
             strategy.bubble, strategy.even_bubble = summary.stages.bubble, summary.stages.even_bubble
-        with writing(self.folder.path):
+        with optional(self.folder.profile):
             files.write_text(self.folder.profile, profile + "\n")
         self._show(profile)
 
@@ -470,6 +474,31 @@ def _ending(model: keras.Model) -> str | None:
     name = getattr(getattr(last, "activation", None), "__name__", None)
     has_kernel = isinstance(last, keras.layers.Dense | keras.layers.Conv2D)
     return name if name in _PROBABILITIES or (name == "linear" and has_kernel) else None
+
+
+def _that_may_fail(callback: keras.callbacks.Callback, path: Path) -> keras.callbacks.Callback:
+    """The callback, which is switched off with a warning if it cannot write to `path`.
+
+    Its methods are replaced, not its class, since the loop chooses its steps per call by the classes of callbacks.
+    """
+    is_on = True
+
+    def guarded(hook: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(hook)
+        def call(*arguments: Any, **named: Any) -> None:
+            nonlocal is_on
+            if is_on:
+                is_on = False
+                with optional(path, tf.errors.OpError):
+                    hook(*arguments, **named)
+                    is_on = True
+
+        return call
+
+    for name in ("set_model", *(name for name in dir(callback) if name.startswith("on_"))):
+        if getattr(type(callback), name) is not getattr(keras.callbacks.Callback, name, None):
+            setattr(callback, name, guarded(getattr(callback, name)))
+    return callback
 
 
 def _may_use_one_thread(config: TrainConfig) -> bool:

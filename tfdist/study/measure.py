@@ -27,7 +27,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict
 
-from tfdist import files
+from tfdist import files, redaction
 from tfdist.doctor import child, readiness
 from tfdist.errors import UsageError
 from tfdist.study.plan import Case, Cell, Plan
@@ -188,7 +188,7 @@ def begin(plan: Plan, out: Path, resume: bool) -> str:
         UsageError: the folder has a study and `resume` is not set, it has a different study, or it cannot be written.
     """
     path = out / PLAN
-    wanted = json.loads(json.dumps(asdict(plan), default=str))  # paths are text
+    wanted = redaction.hide_in_options(json.loads(json.dumps(asdict(plan), default=str)))  # paths are text
     if path.exists():
         if not resume:
             raise UsageError(f"`{out}` has a study already", "continue it with `--resume`, or name another `--out`")
@@ -254,7 +254,7 @@ def run(turn: Turn, plan: Plan, study: str, limit_seconds: float) -> Measured:
         round=turn.round,
         seed=turn.seed,
         traced=turn.traced,
-        command=["tfdist", "train", *options],
+        command=redaction.hide_in_command(["tfdist", "train", *options]),
         started=started.isoformat(),
         wall_seconds=time.perf_counter() - start,
         cpu_seconds=_cpu_seconds_of_children() - cpu_seconds,

@@ -36,6 +36,7 @@ from tfdist.study.results import Comparison
 
 FOLDER = Path(__file__).parent
 HOST = "127.0.0.1"
+HTTP_PORT = 80  # which a browser leaves out of the Host header
 PICTURE_WIDTH = 720  # pixels, for the picture of the Markdown report
 
 
@@ -128,7 +129,7 @@ def picture(comparisons: Sequence[Comparison]) -> str:
 
 @contextmanager
 def serving(html: str, port: int = 0) -> Iterator[ThreadingHTTPServer]:
-    """Serves the page from a thread until the context ends.
+    """Serves the page from a thread until the context ends, to requests that name this machine.
 
     Args:
         html: the page.
@@ -141,6 +142,9 @@ def serving(html: str, port: int = 0) -> Iterator[ThreadingHTTPServer]:
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
+            if self.headers.get("Host") not in hosts:
+                self.send_error(403, "Foreign Host header")
+                return
             if self.path != "/":
                 self.send_error(404)
                 return
@@ -157,6 +161,9 @@ def serving(html: str, port: int = 0) -> Iterator[ThreadingHTTPServer]:
         server = ThreadingHTTPServer((HOST, port), Handler)
     except (OSError, OverflowError) as error:
         raise UsageError(f"The report cannot be shown on port {port}: {error}", "name another `--port`") from error
+    # A web site may let its name resolve to this machine (DNS rebinding); the requests of its pages have that name.
+    names = {HOST, "localhost"}
+    hosts = {f"{name}:{server.server_port}" for name in names} | (names if server.server_port == HTTP_PORT else set())
     with server:
         thread = threading.Thread(target=server.serve_forever, daemon=True)
         thread.start()

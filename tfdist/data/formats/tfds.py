@@ -16,9 +16,14 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
+import lzma
 import os
+import struct
 import sys
+import tarfile
 import threading
+import zipfile
+import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from os import PathLike
 from pathlib import Path
@@ -55,6 +60,7 @@ LOCK_SECONDS = 900
 # `in_memory` uses this many examples for validation: the last of TFDS' training split, in stored order.
 VALIDATION_EXAMPLES = 5000
 
+_DAMAGED_ARCHIVE = (tarfile.TarError, zipfile.BadZipFile, zlib.error, lzma.LZMAError, EOFError)
 # How many examples are decoded together before they are copied into the result.
 _CHUNK = 256
 
@@ -273,6 +279,7 @@ def _batches(builder: Any, split: str, count: int) -> Any:
     import tensorflow as tf
 
     shape = builder.info.features["image"].shape
+    size = struct.pack(">II", shape[1], shape[0])
     stored_as = {"image": tf.io.FixedLenFeature([], tf.string), "label": tf.io.FixedLenFeature([], tf.int64)}
 
     def decode_image(image: tf.Tensor) -> tf.Tensor:
@@ -280,6 +287,9 @@ def _batches(builder: Any, split: str, count: int) -> Any:
 
     def decode(records: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
         examples = tf.io.parse_example(records, stored_as)
+        # The header of a PNG file begins with its size; a picture of another size may be too large for the memory.
+        sizes = tf.strings.substr(examples["image"], 16, len(size))
+        tf.debugging.assert_equal(sizes, size, f"a picture does not have {shape[1]} x {shape[0]} pixels")
         pixels = tf.map_fn(decode_image, examples["image"], fn_output_signature=tf.TensorSpec(shape, tf.uint8))
         return pixels, examples["label"]
 
@@ -381,6 +391,13 @@ def _fetching(builder: Any, folder: Path) -> Iterator[None]:
         # TFDS prints to standard output, which is reserved for the command's table.
         with contextlib.redirect_stdout(sys.stderr), bounded_requests():
             yield
+    except _DAMAGED_ARCHIVE as error:
+        reason = str(error).partition("\n")[0].rstrip(":")
+        raise DataError(
+            f"Dataset `{builder.name}` cannot be prepared: an archive in `{folder / 'downloads'}` is incomplete or "
+            f"damaged: {reason}",
+            "compare the sizes of the archives with those at their source, and download the damaged one again",
+        ) from error
     except Exception as error:  # TFDS passes on any kind of error: of the network, the disk or a checksum
         first_line = str(error).partition("\n")[0].rstrip(":")
         raise _unavailable(builder, folder, f"{type(error).__name__}: {first_line}") from error

@@ -16,7 +16,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfdist.data.input import augmentation as augmentations
-from tfdist.data.input import file_feed, order
+from tfdist.data.input import file_feed, order, picture_headers
 from tfdist.data.input.augmentation import Augmentation
 from tfdist.data.input.disk_cache import DiskCache
 from tfdist.data.input.picture_files import Pictures
@@ -117,14 +117,21 @@ class Decoder:
     def decoded(self, index: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
         """A decoded example at its original size: uint8 `[h, w, C]`, and its label or its mask `[h, w]`, int32."""
         picture, target = self.read(index)
-        pixels = tf.io.decode_image(picture, channels=self._spec.input_shape[2], expand_animations=False)
+        pixels = self._pixels(picture, self._spec.input_shape[2])
         if self._masks and target.dtype == tf.string:
-            target = tf.io.decode_image(target, channels=1, expand_animations=False)[..., 0]
+            target = self._pixels(target, 1)[..., 0]
         if self._masks:
             target = tf.ensure_shape(target, [None, None])
         elif self._spec.task == "autoencoding":
             target = tf.constant(0)  # the picture is the target, whatever the label is
         return pixels, tf.cast(target, tf.int32) - getattr(self._files, "first_label", 0)
+
+    def _pixels(self, encoded: tf.Tensor, channels: int) -> tf.Tensor:
+        """The pixels of an encoded picture, which is decoded only if it is not too large."""
+        count = tf.ensure_shape(tf.numpy_function(_pixel_count, [encoded], tf.int64), [])
+        fits = tf.debugging.Assert(count <= self._files.max_pixels, [count])
+        with tf.control_dependencies([] if fits is None else [fits]):
+            return tf.io.decode_image(tf.identity(encoded), channels=channels, expand_animations=False)
 
     def bytes_decoded(self) -> int:
         """The size of the first example in a disk cache; `sys.maxsize` if it cannot be decoded."""
@@ -142,6 +149,8 @@ class Decoder:
     def problem(self, index: int) -> str | None:
         """What is wrong with example number `index`, in one sentence; `None` if it is good."""
         name, name_of_mask = self._files.name(index), self._files.name_of_mask(index)
+        if (too_large := self.too_large(index)) is not None:
+            return too_large
         try:
             picture, target = self.decoded(tf.constant(index))
         except tf.errors.OpError as error:
@@ -156,6 +165,18 @@ class Decoder:
         if not len(outside):
             return None
         return f"{name_of_mask} has the label {outside[0]}, outside the {self._spec.classes} classes"
+
+    def too_large(self, index: int) -> str | None:
+        """A sentence about a picture or a mask of example number `index` with too many pixels; `None` without one."""
+        contents: tuple[tf.Tensor, ...] = ()
+        with contextlib.suppress(tf.errors.OpError):
+            contents = self.read(tf.constant(index))
+        names = f"`{self._files.name(index)}`", self._files.name_of_mask(index)
+        for name, content in zip(names, contents, strict=False):
+            size = picture_headers.size_of(content.numpy()) if content.dtype == tf.string else None
+            if size is not None and size.pixels > self._files.max_pixels:
+                return f"{name} has {size}, and at most {self._files.max_pixels:,} pixels are decoded"
+        return None
 
     def _decoding_problem(self, index: int, error: tf.errors.OpError) -> str:
         """Says whether the picture or the mask cannot be decoded; decodes the picture alone to find out."""
@@ -293,6 +314,16 @@ def _largest_box(picture_size: tf.Tensor, size: Any, keep_all: bool) -> tf.Tenso
 def _is_class(mask: Any, spec: DataSpec) -> Any:
     inside = mask < spec.classes
     return inside if spec.ignored_class is None else inside | (mask == spec.ignored_class)
+
+
+def _pixel_count(encoded: bytes | np.ndarray) -> np.int64:
+    """The number of pixels according to the header; 0 without a header, so that the decoder reports it.
+
+    Args:
+        encoded: the picture; outside of a graph, TensorFlow passes an array of objects `[]`.
+    """
+    size = picture_headers.size_of(encoded if isinstance(encoded, bytes) else encoded.item())
+    return np.int64(0 if size is None else size.pixels)
 
 
 def _reason(error: tf.errors.OpError) -> str:

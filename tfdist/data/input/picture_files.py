@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from tfdist.data.input import picture_headers
 from tfdist.errors import DataError
 from tfdist.jobs import consensus
 
@@ -22,11 +24,13 @@ class Pictures:
         targets: the label of each picture, int32 `[N]`; or the path of its mask, a picture whose single channel is the
             class of each pixel; or the argument of `draw`.
         draw: returns the mask uint8 `[h, w]` for a target; `None` if the targets are labels or paths.
+        max_pixels: the most pixels of a picture or a mask that is decoded.
     """
 
     pictures: Sequence[str]
     targets: np.ndarray | Sequence[Any]
     draw: Callable[[Any], np.ndarray] | None = None
+    max_pixels: int = picture_headers.MAX_PIXELS
 
     def __len__(self) -> int:
         return len(self.pictures)
@@ -35,8 +39,8 @@ class Pictures:
         """The files of the examples with these numbers only."""
         pictures = [self.pictures[index] for index in indices]
         if isinstance(self.targets, np.ndarray):
-            return Pictures(pictures, self.targets[np.asarray(indices)])
-        return Pictures(pictures, [self.targets[index] for index in indices], self.draw)
+            return replace(self, pictures=pictures, targets=self.targets[np.asarray(indices)])
+        return replace(self, pictures=pictures, targets=[self.targets[index] for index in indices])
 
     @property
     def paths(self) -> list[str]:
@@ -77,20 +81,24 @@ class Pictures:
         return f"The mask `{self.targets[index]}`" if self.draw is None else f"The mask of `{self.name(index)}`"
 
 
-def size_of(path: str) -> tuple[int, int]:
-    """Height and width of a picture.
+def size_of(path: str, max_pixels: int) -> tuple[int, int]:
+    """Height and width of the first picture, which is not decoded.
 
     Raises:
-        DataError: the file is missing or not a picture.
+        DataError: the file is missing or not a picture, or has more than `max_pixels` pixels.
     """
-    from PIL import Image
-
     try:
-        with Image.open(path) as picture:
-            width, height = picture.size
+        size, reason = picture_headers.size_of(Path(path).read_bytes()), "it is no complete picture"
     except OSError as error:
+        size, reason = None, error.strerror or str(error)
+    if size is None:
         raise DataError(
-            f"The first picture, `{path}`, cannot be read: {error}",
+            f"The first picture, `{path}`, cannot be read: {reason}",
             "repair it, or set the size of pictures with `--data-option size=64,64`",
-        ) from error
-    return height, width
+        )
+    if size.pixels > max_pixels:
+        raise DataError(
+            f"The first picture, `{path}`, has {size}, and at most {max_pixels:,} pixels are decoded",
+            "allow more with `--data-option max_pixels=N` if the memory suffices, or remove the picture",
+        )
+    return size.height, size.width

@@ -23,6 +23,7 @@ from tfdist.data.input.arrays import Arrays, label_type
 from tfdist.data.input.bad_examples import BadExamples
 from tfdist.data.input.division import Division
 from tfdist.data.input.picture_files import Pictures
+from tfdist.data.input.picture_headers import MAX_PIXELS
 from tfdist.data.input.scan import scan_all
 from tfdist.data.input.source import FeedArguments, PipelineArguments, Source
 from tfdist.data.input.tfrecords import Records
@@ -64,6 +65,7 @@ class PictureSource(Source):
         policy: str = "fail",
         shuffle: str = "examples",
         shuffle_buffer: int = SHUFFLE_BUFFER,
+        max_pixels: int = MAX_PIXELS,
     ):
         """Makes a source of the examples of `files`.
 
@@ -76,6 +78,7 @@ class PictureSource(Source):
             shuffle: one of `SHUFFLES`: "examples" shuffles all examples; "files" shuffles TFRecord files, which are
                 read one after the other, and the examples within blocks of `shuffle_buffer` examples.
             shuffle_buffer: the number of examples per block for "files".
+            max_pixels: the most pixels of a picture or a mask; a larger one is a bad example, and is not decoded.
 
         Raises:
             UsageError: an unknown cache, policy or `shuffle`, or `shuffle="files"` for pictures in a folder.
@@ -84,7 +87,7 @@ class PictureSource(Source):
             raise UsageError(f"`cache` is `{cache}`", f"use one of {', '.join(f'`{name}`' for name in CACHES)}")
         _check_shuffle(shuffle, shuffle_buffer, files)
         bad = BadExamples(policy)
-        self.files = dict(files)
+        self.files = {split: dataclasses.replace(of_split, max_pixels=max_pixels) for split, of_split in files.items()}
         self.cache = cache
         self._shuffle_buffer = shuffle_buffer if shuffle == "files" else 0
         self._caches: dict[tuple[str, bool], str] = {}
@@ -251,10 +254,14 @@ class PictureSource(Source):
         from tfdist.data.input import decoding
 
         decoder = decoding.Decoder(self.spec, self.files[split])
-        problem = next(filter(None, map(decoder.problem, indices.tolist())), None)
+        number, problem = next(
+            ((number, problem) for number in indices.tolist() if (problem := decoder.problem(number))), (0, None)
+        )
         if problem is None:
             return None
-        return DataError(problem, "repair it, or leave such examples out with `--on-bad-example skip`")
+        too_large = decoder.too_large(number) is not None
+        repair = "allow more with `--data-option max_pixels=N` if the memory suffices" if too_large else "repair it"
+        return DataError(problem, f"{repair}, or leave such examples out with `--on-bad-example skip`")
 
 
 def _check_shuffle(shuffle: str, buffer: int, files: Mapping[str, Pictures | Records]) -> None:

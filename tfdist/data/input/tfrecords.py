@@ -18,7 +18,7 @@ import numpy as np
 from filelock import FileLock
 
 from tfdist import files
-from tfdist.data.input import disk_cache
+from tfdist.data.input import disk_cache, picture_headers
 from tfdist.errors import DataError
 from tfdist.jobs import consensus
 
@@ -36,6 +36,7 @@ class Records:
         target: the feature with the label or the mask.
         masks: whether the target is a mask, encoded as a picture.
         first_label: the label of the first class in the files.
+        max_pixels: the most pixels of a picture or a mask that is decoded.
     """
 
     paths: tuple[Path, ...]
@@ -43,6 +44,7 @@ class Records:
     target: str
     masks: bool = False
     first_label: int = 0
+    max_pixels: int = picture_headers.MAX_PIXELS
 
     def __len__(self) -> int:
         return len(self.ranges)

@@ -8,9 +8,10 @@ from __future__ import annotations
 from os import PathLike
 
 from tfdist.data.formats import coco, tfds
+from tfdist.data.input.picture_headers import MAX_PIXELS
 from tfdist.data.input.pictures import PictureSource
 from tfdist.data.sources.coco_folder import source_of
-from tfdist.options import Fraction, Size
+from tfdist.options import Count, Fraction, Size
 
 _ADDRESS = "http://images.cocodataset.org/"
 ARCHIVES = {
@@ -27,6 +28,7 @@ def load(
     validation: Fraction = 0.05,
     cache: str = "auto",
     on_bad_example: str = "fail",
+    max_pixels: Count = MAX_PIXELS,
 ) -> PictureSource:
     """x `[N, *size, 3]` in [0, 1], y int32 `[N, *size]`; see `coco_folder`, which reads your own files.
 
@@ -36,6 +38,7 @@ def load(
         validation: the fraction of the training pictures, drawn at random, for validation.
         cache: one of `tfdist.data.input.pictures.CACHES`.
         on_bad_example: "fail" or "skip".
+        max_pixels: the most pixels of a picture; a larger one is a bad example, and is not decoded.
 
     Raises:
         DataError: the archives do not exist and cannot be downloaded.
@@ -48,4 +51,4 @@ def load(
         split: coco.read(folders["annotations"] / "annotations" / f"instances_{name}.json", folders[name] / name)
         for split, name in (("train", "train2017"), ("test", "val2017"))
     }
-    return source_of("coco", parts, size, validation, cache, on_bad_example)
+    return source_of("coco", parts, size, validation, cache, on_bad_example, max_pixels)

@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from tfdist.data.formats import coco, local_files
+from tfdist.data.input.picture_headers import MAX_PIXELS
 from tfdist.data.input.pictures import PictureSource
 from tfdist.data.spec import DataSpec
 from tfdist.errors import DataError
@@ -26,6 +27,7 @@ def load(
     validation: Fraction = 0.1,
     cache: str = "auto",
     on_bad_example: str = "fail",
+    max_pixels: Count = MAX_PIXELS,
 ) -> PictureSource:
     """x float32 `[N, H, W, 3]` in [0, 1], y int32 `[N, H, W]`: 0 is background, then the categories by their ids.
 
@@ -39,6 +41,7 @@ def load(
         validation: the fraction of the training pictures, drawn at random, for validation.
         cache: one of `tfdist.data.input.pictures.CACHES`.
         on_bad_example: "fail" or "skip".
+        max_pixels: the most pixels of a picture; a larger one is a bad example, and is not decoded.
 
     Raises:
         UsageError: no folder is given.
@@ -47,11 +50,17 @@ def load(
     """
     directory = local_files.folder(data_dir, "coco_folder")
     parts = {split: _read(directory, f"{name}{year}") for split, name in (("train", "train"), ("test", "val"))}
-    return source_of("coco_folder", parts, size, validation, cache, on_bad_example)
+    return source_of("coco_folder", parts, size, validation, cache, on_bad_example, max_pixels)
 
 
 def source_of(
-    name: str, parts: Mapping[str, coco.Part], size: Sequence[int], validation: float, cache: str, policy: str
+    name: str,
+    parts: Mapping[str, coco.Part],
+    size: Sequence[int],
+    validation: float,
+    cache: str,
+    policy: str,
+    max_pixels: int,
 ) -> PictureSource:
     """The source `name` from the results of `tfdist.data.formats.coco.read` for "train" and "test"; see `load`."""
     (train, names), (test, names_of_test) = parts["train"], parts["test"]
@@ -67,7 +76,7 @@ def source_of(
         files["validation"] = train.keep(sorted(shuffled[first:].tolist()))
     height, width = size
     spec = DataSpec(name, "segmentation", (height, width, 3), len(names), {}, names, target_shape=(height, width))
-    return PictureSource(spec, files, cache=cache, policy=policy)
+    return PictureSource(spec, files, cache=cache, policy=policy, max_pixels=max_pixels)
 
 
 def _read(directory: Path, split: str) -> coco.Part:

@@ -15,10 +15,11 @@ import numpy as np
 
 from tfdist.data.formats import local_files
 from tfdist.data.input.picture_files import Pictures, size_of
+from tfdist.data.input.picture_headers import MAX_PIXELS
 from tfdist.data.input.pictures import PictureSource
 from tfdist.data.spec import DataSpec
 from tfdist.errors import DataError
-from tfdist.options import Size
+from tfdist.options import Count, Size
 
 _FOLDERS = {"train": ("train",), "validation": ("validation", "val"), "test": ("test",)}
 
@@ -30,6 +31,7 @@ def load(
     channels: Literal[1, 3] = 3,
     cache: str = "auto",
     on_bad_example: str = "fail",
+    max_pixels: Count = MAX_PIXELS,
 ) -> PictureSource:
     """x float32 `[N, H, W, channels]` in [0, 1], y int32 `[N]`; the classes are in alphabetical order.
 
@@ -40,6 +42,7 @@ def load(
         channels: 3 for colour, 1 for grey.
         cache: one of `tfdist.data.input.pictures.CACHES`.
         on_bad_example: "fail" or "skip".
+        max_pixels: the most pixels of a picture; a larger one is a bad example, and is not decoded.
 
     Raises:
         UsageError: no folder is given.
@@ -59,9 +62,9 @@ def load(
     else:
         classes = _classes(directory)
         files = _divided(_pictures(directory, classes))
-    height, width = size or size_of(files["train"].pictures[0])
+    height, width = size or size_of(files["train"].pictures[0], max_pixels)
     spec = DataSpec("image_folder", "classification", (height, width, channels), len(classes), {}, tuple(classes))
-    return PictureSource(spec, files, cache=cache, policy=on_bad_example)
+    return PictureSource(spec, files, cache=cache, policy=on_bad_example, max_pixels=max_pixels)
 
 
 def _classes(folder: Path) -> list[str]:

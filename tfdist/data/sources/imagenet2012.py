@@ -9,6 +9,7 @@ from os import PathLike
 from pathlib import Path
 
 from tfdist.data.formats import tfds
+from tfdist.data.input.picture_headers import MAX_PIXELS
 from tfdist.data.input.pictures import SHUFFLE_BUFFER, PictureSource
 from tfdist.errors import DataError
 from tfdist.options import Count, Size
@@ -23,6 +24,7 @@ def load(
     size: Size = (224, 224),
     cache: str = "auto",
     on_bad_example: str = "fail",
+    max_pixels: Count = MAX_PIXELS,
     shuffle: str = "examples",
     shuffle_buffer: Count = SHUFFLE_BUFFER,
 ) -> PictureSource:
@@ -35,6 +37,7 @@ def load(
         size: height and width to which the pictures are resized.
         cache: one of `tfdist.data.input.pictures.CACHES`.
         on_bad_example: "fail" or "skip".
+        max_pixels: the most pixels of a picture; a larger one is a bad example, and is not decoded.
         shuffle: "examples", or "files": the files in random order, each read from its begin to its end.
         shuffle_buffer: for "files": the number of examples that are shuffled together.
 
@@ -53,6 +56,7 @@ def load(
         class_names=label.names,
         cache=cache,
         policy=on_bad_example,
+        max_pixels=max_pixels,
         shuffle=shuffle,
         shuffle_buffer=shuffle_buffer,
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from os import PathLike
 
 from tfdist.data.formats import tfds
+from tfdist.data.input.picture_headers import MAX_PIXELS
 from tfdist.data.input.pictures import SHUFFLE_BUFFER, PictureSource
 from tfdist.options import Count, Size
 
@@ -15,6 +16,7 @@ def load(
     size: Size = (128, 128),
     cache: str = "auto",
     on_bad_example: str = "fail",
+    max_pixels: Count = MAX_PIXELS,
     shuffle: str = "examples",
     shuffle_buffer: Count = SHUFFLE_BUFFER,
 ) -> PictureSource:
@@ -27,6 +29,7 @@ def load(
         size: height and width to which pictures and masks are resized.
         cache: one of `tfdist.data.input.pictures.CACHES`.
         on_bad_example: "fail" or "skip".
+        max_pixels: the most pixels of a picture; a larger one is a bad example, and is not decoded.
         shuffle: "examples", or "files": the files in random order, each read from its begin to its end.
         shuffle_buffer: for "files": the number of examples that are shuffled together.
 
@@ -45,6 +48,7 @@ def load(
         first_label=1,
         cache=cache,
         policy=on_bad_example,
+        max_pixels=max_pixels,
         shuffle=shuffle,
         shuffle_buffer=shuffle_buffer,
     )

@@ -16,6 +16,7 @@ from pathlib import Path
 
 from tfdist.data.formats import local_files
 from tfdist.data.input.picture_files import Pictures, size_of
+from tfdist.data.input.picture_headers import MAX_PIXELS
 from tfdist.data.input.pictures import PictureSource
 from tfdist.data.spec import DataSpec
 from tfdist.errors import DataError, UsageError
@@ -34,6 +35,7 @@ def load(
     size: Size | None = None,
     cache: str = "auto",
     on_bad_example: str = "fail",
+    max_pixels: Count = MAX_PIXELS,
 ) -> PictureSource:
     """x float32 `[N, H, W, 3]` in [0, 1], y int32 `[N, H, W]`. The defaults are CamVid's.
 
@@ -48,6 +50,7 @@ def load(
         size: height and width to which pictures and masks are resized; None is the size of the first picture.
         cache: one of `tfdist.data.input.pictures.CACHES`.
         on_bad_example: "fail" or "skip".
+        max_pixels: the most pixels of a picture; a larger one is a bad example, and is not decoded.
 
     Raises:
         UsageError: no folder is given.
@@ -57,7 +60,7 @@ def load(
     directory = local_files.folder(data_dir, "segmentation_folder")
     names_of = {"train": train, "validation": validation, "test": test}
     files = {split: _pairs(directory, names, split) for split, names in names_of.items() if names}
-    height, width = size or size_of(files["train"].pictures[0])
+    height, width = size or size_of(files["train"].pictures[0], max_pixels)
     spec = DataSpec(
         "segmentation_folder",
         "segmentation",
@@ -68,7 +71,7 @@ def load(
         target_shape=(height, width),
         ignored_class=ignored_class,
     )
-    return PictureSource(spec, files, cache=cache, policy=on_bad_example)
+    return PictureSource(spec, files, cache=cache, policy=on_bad_example, max_pixels=max_pixels)
 
 
 def _pairs(directory: Path, names: str, option: str) -> Pictures:
