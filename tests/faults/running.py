@@ -215,7 +215,7 @@ class Job:
 
     def stays(self, name):
         """Whether the process is stopped, and nobody is there who could end it."""
-        return name == self.row.role and self.row.own_exits == (None,)
+        return name == self.row.role and self.row.faulty_exits == (None,)
 
     def left(self):
         """What is there after the end, for which it has a moment."""
