@@ -6,7 +6,7 @@ import pytest
 
 from tests.faults import rows, running, table
 
-ROW = rows.Row("multiworker", "worker 1", "SIGKILL", "training", named="worker 1", own_exits=(rows.KILLED,))
+ROW = rows.Row("multiworker", "worker 1", "SIGKILL", "training", named="worker 1", faulty_exits=(rows.KILLED,))
 LOST = "error: Gone: worker 1 (localhost:1001)\n\nhint: see its output"
 AS_PROMISED = running.Result(ROW, 2.0, {"worker 0": 3, "worker 1": -9}, output={"worker 0": LOST, "worker 1": ""})
 

@@ -37,7 +37,7 @@ class Row:
         says: what the errors have to say besides.
         exits: the exit codes that the other processes may have, or the launcher. One that ends with 0 says nothing.
         chief_exits: those of the chief of a parameter server, if they differ.
-        own_exits: those of the process that met the fault, if it is started by hand; `None`: it is still there.
+        faulty_exits: those of the process that met the fault, if it is started by hand; `None`: it is still there.
         launched: whether the launcher starts the job; otherwise each process is started with its TF_CONFIG.
         roles: the processes of a job that is started by hand.
         arguments: of the launcher.
@@ -56,7 +56,7 @@ class Row:
     says: str = ""
     exits: tuple = (3,)
     chief_exits: tuple = ()
-    own_exits: tuple = (3,)
+    faulty_exits: tuple = (3,)
     launched: bool = False
     roles: tuple = ("worker", "worker")
     arguments: tuple = ()
@@ -80,7 +80,7 @@ class Row:
     def exits_of(self, process):
         """The exit codes that a process may have."""
         if process == self.role and not self.launched:
-            return self.own_exits
+            return self.faulty_exits
         return self.chief_exits or self.exits if process.startswith("chief") else self.exits
 
     @property
@@ -90,7 +90,7 @@ class Row:
 
 
 # What becomes of a process that meets the fault, and which code the launcher of its job returns.
-OWN_EXITS = {
+FAULTY_EXITS = {
     "SIGKILL": (KILLED,),
     "SIGTERM": (TERMINATED, 143),
     "SIGSTOP": (None,),
@@ -100,14 +100,14 @@ OWN_EXITS = {
     "full disk": (2,),
 }
 LAUNCHER_EXITS = {"SIGKILL": (137,), "SIGTERM": (143,), "exception": (1,), "memory": (137,), "full disk": (2,)}
-TRAINS_ON = {"named": "", "exits": (0,), "own_exits": (0,), "work_seconds": 30}
+TRAINS_ON = {"named": "", "exits": (0,), "faulty_exits": (0,), "work_seconds": 30}
 LAST = {"epochs": 3, "exits": (0, 3)}  # nothing is lost when the training is done, or the loss is named
 FULL_DISK = {"says": "No space left"}
 
 
 def by_hand(engine, role, fault, *moments, **more):
     """Rows of a job without a launcher, as on several machines: the others name the process, and end."""
-    more = {"named": role, "own_exits": OWN_EXITS.get(fault, (3,))} | more
+    more = {"named": role, "faulty_exits": FAULTY_EXITS.get(fault, (3,))} | more
     return [Row(engine, role, fault, moment, **more) for moment in moments]
 
 
@@ -227,16 +227,16 @@ ROWS = [
     *served("chief 0", "SIGKILL", "start", "training"),
     *served("chief 0", "SIGSTOP", "training"),
     *served("chief 0", "cut", "training"),
-    *served("chief 0", "exception", "training", own_exits=(1,)),
-    *served("chief 0", "exit", "training", own_exits=(0,)),
-    *served("chief 0", "memory", "training", own_exits=(KILLED,)),
+    *served("chief 0", "exception", "training", faulty_exits=(1,)),
+    *served("chief 0", "exit", "training", faulty_exits=(0,)),
+    *served("chief 0", "memory", "training", faulty_exits=(KILLED,)),
     *served("chief 0", "full disk", "training", **FULL_DISK),
     *served("worker 0", "strangers", "start", epochs=40, **TRAINS_ON | {"chief_exits": (0,)}),
     *served("worker 0", "clock", "start", epochs=3, **TRAINS_ON | {"chief_exits": (0,)}),
     *worker_lost("SIGKILL", "training", "validation"),
     *worker_lost("SIGTERM", "training"),
     *worker_lost("SIGSTOP", "training"),
-    *worker_lost("cut", "training", own_exits=(0, 3)),
+    *worker_lost("cut", "training", faulty_exits=(0, 3)),
     *worker_lost("SIGKILL", "start", named="worker 1", exits=(0, 3), chief_exits=(3,), stops=False),
     *launched("parameter_server", "ps 0", "SIGKILL", "training", arguments=LAUNCH_SERVED),
     *launched("parameter_server", "ps 0", "SIGSTOP", "training", arguments=LAUNCH_SERVED),

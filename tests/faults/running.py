@@ -22,7 +22,7 @@ from tests.faults.network import SwitchedHosts
 from tests.faults.program import PLAN
 from tests.faults.rows import START_SECONDS, Row
 from tests.processes.hosts import ADDRESSES
-from tests.processes.jobs import ROOT, clean_environment, free_addresses, place, unframed
+from tests.processes.jobs import ROOT, clean_environment, free_addresses, place, require_horovod, require_mpi, unframed
 from tfdist.jobs.job_environment import START_SECONDS as START_VARIABLE
 
 PROGRAM = ROOT / "tests" / "faults" / "program.py"
@@ -105,6 +105,10 @@ class Job:
         self._shared_memory = set(os.listdir("/dev/shm"))
 
     def start(self):
+        if self.row.engine == "horovod":
+            require_horovod()
+        elif self.row.engine.startswith("mpi"):
+            require_mpi()
         if self.row.fault == "full disk":
             causes.mount_small_disk(self)
         if self.row.launched:
@@ -215,7 +219,7 @@ class Job:
 
     def stays(self, name):
         """Whether the process is stopped, and nobody is there who could end it."""
-        return name == self.row.role and self.row.own_exits == (None,)
+        return name == self.row.role and self.row.faulty_exits == (None,)
 
     def left(self):
         """What is there after the end, for which it has a moment."""

@@ -30,7 +30,7 @@ class Strangers:
     def __init__(self, job):
         self.attempts = 0
         self._job, self._ended, self._ports = job, threading.Event(), set()
-        self._own_ports, self._replayed, self._slow = set(), set(), []
+        self._local_ports, self._replayed, self._slow = set(), set(), []
         self._threads = [threading.Thread(target=target, daemon=True) for target in (self._greet, self._replay)]
         for thread in self._threads:
             thread.start()
@@ -63,7 +63,7 @@ class Strangers:
 
     def _connected(self, port):
         connection = socket.create_connection(("127.0.0.1", port), 1)
-        self._own_ports.add(connection.getsockname()[1])
+        self._local_ports.add(connection.getsockname()[1])
         self.attempts += 1
         return connection
 
@@ -83,7 +83,12 @@ class Strangers:
                     self._say_again(*_tcp(listener.recv(65536)))
 
     def _say_again(self, sender, receiver, said):
-        if not said or receiver not in self._ports or sender in self._own_ports or (sender, receiver) in self._replayed:
+        if (
+            not said
+            or receiver not in self._ports
+            or sender in self._local_ports
+            or (sender, receiver) in self._replayed
+        ):
             return
         self._replayed.add((sender, receiver))
         with contextlib.suppress(OSError), self._connected(receiver) as connection:
