@@ -21,6 +21,7 @@ from tfdist.groups.packing import Packing
 from tfdist.groups.tensorflow import Communication, JoinedJob, TensorFlowGroup, join, start_error
 from tfdist.interface import devices as device_choice
 from tfdist.interface.traits import Traits
+from tfdist.jobs import rendezvous
 from tfdist.options import Seconds
 
 SOCKETS = "sockets"
@@ -73,7 +74,7 @@ class MultiWorkerStrategy(DataParallel):
         try:
             super().set_up()
         except tf.errors.OpError as error:
-            raise start_error(self.world, error) from error
+            raise start_error(self.world, error, rendezvous.not_serving(self.world)) from error
 
     def join(self) -> ProcessGroup:
         if self.world.tasks_of("ps"):

@@ -116,7 +116,11 @@ def join(
     too_long = TimeoutError(f"not within {start_timeout_seconds:g} s")
     with (
         tensorflow_internals.sigterm_as_it_was(),
-        process_exit.limited(start_timeout_seconds, lambda: start_error(world, too_long)),
+        process_exit.limited(
+            start_timeout_seconds,
+            lambda: start_error(world, too_long, rendezvous.not_serving(world)),
+            start_error(world, too_long, silent=()),
+        ),
     ):
         strategy = tf.distribute.MultiWorkerMirroredStrategy(cluster_resolver=resolver, communication_options=options)
     counter = CollectiveCounter()
@@ -125,9 +129,8 @@ def join(
     return JoinedJob(strategy, watch, counter)
 
 
-def start_error(world: World, error: Exception) -> ClusterError:
-    """The error for a job that TensorFlow cannot start, with the processes whose servers do not answer."""
-    silent = rendezvous.not_serving(world)
+def start_error(world: World, error: Exception, silent: Sequence[int]) -> ClusterError:
+    """The error for a job that TensorFlow cannot start; names the other ranks, or only those that are `silent`."""
     names = world.named_all(silent or [rank for rank in range(world.world_size) if rank != world.rank])
     reason = str(error).partition("\n")[0][:MOST_OF_REASON]
     return ClusterError(

@@ -6,8 +6,10 @@ A command that ends with an error calls `fail`; an uncaught exception calls it a
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -161,15 +163,50 @@ def end_process(error: TfdistError, finish: Callable[[int], None] = lambda exit_
 
 
 @contextlib.contextmanager
-def limited(seconds: float, error: Callable[[], TfdistError]) -> Iterator[None]:
-    """Ends this process with `error()` if the context takes longer than `seconds`, for example in native code."""
+def limited(seconds: float, error: Callable[[], TfdistError], fallback: TfdistError) -> Iterator[None]:
+    """Ends this process with `error()` if the context takes longer than `seconds`, for example in native code.
+
+    Native code may hold Python's global interpreter lock, so that no thread of this process can run. A program outside
+    then shows `fallback`, and ends this process with its exit code, after a further `SECONDS_TO_CLOSE`.
+    """
     timer = threading.Timer(seconds, lambda: end_process(error()))
     timer.daemon = True
     timer.start()
     try:
-        yield
+        with _limited_from_outside(seconds + 2 * SECONDS_TO_CLOSE, fallback):
+            yield
     finally:
         timer.cancel()
+
+
+# Waits until the pipe is closed, at the end of the context or of the process; otherwise it ends the process.
+_OUTSIDE = """
+timeout "$1" cat > /dev/null
+if [ $? -eq 124 ]; then printf 'error: %s\\n' "$3" >&2; kill -s QUIT "$2"; fi
+"""
+
+
+@contextlib.contextmanager
+def _limited_from_outside(seconds: float, error: TfdistError) -> Iterator[None]:
+    # SIGQUIT has the number 3, and so `_exit` as its handler, called with the number, ends the process with this code.
+    assert error.exit_code == signal.SIGQUIT
+    libc = ctypes.CDLL(None)
+    libc.signal.restype = ctypes.c_void_p
+    libc.signal.argtypes = [ctypes.c_int, ctypes.c_void_p]
+    command = ["sh", "-c", _OUTSIDE, "sh", f"{seconds:g}", str(os.getpid()), str(error)]
+    try:
+        outside = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
+    except OSError:  # this system has no shell
+        yield
+        return
+    previous = libc.signal(signal.SIGQUIT, ctypes.cast(libc._exit, ctypes.c_void_p))
+    try:
+        yield
+    finally:
+        libc.signal(signal.SIGQUIT, previous)
+        assert outside.stdin is not None
+        outside.stdin.close()
+        outside.wait()
 
 
 def _seconds_until_killed() -> float | None:

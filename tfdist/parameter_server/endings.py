@@ -1,7 +1,7 @@
 """How the processes of a job end: with their chief, or with an error that names the process that is lost.
 
-TensorFlow waits for silent processes without limit, in every role. So each process looks out for the others that it
-cannot do without (`tfdist.jobs.lookout`), and ends when one is lost, whatever its own program waits for:
+TensorFlow waits for silent processes without limit, in every role. So each process probes the others that it
+cannot do without (`tfdist.jobs.liveness`), and ends when one is lost, whatever its own program waits for:
 
     a parameter server is lost    all processes end with the error: a part of the variables is lost
     the chief is lost             the workers and the parameter servers end with the error
@@ -19,6 +19,7 @@ import sys
 import threading
 import time
 import warnings
+from collections.abc import Sequence
 from typing import NoReturn
 
 import numpy as np
@@ -26,9 +27,9 @@ import tensorflow as tf
 
 from tfdist.errors import ClusterError
 from tfdist.internals import tensorflow_coordinator
-from tfdist.jobs import lookout, ports, process_exit
+from tfdist.jobs import liveness, ports, process_exit
 from tfdist.jobs.connections import Loss
-from tfdist.jobs.lookout import Limits, Lookout, Presence
+from tfdist.jobs.liveness import Limits, LivenessProbe, State
 from tfdist.jobs.tf_config import Task
 from tfdist.jobs.world import World
 
@@ -36,8 +37,8 @@ SECONDS_TO_TELL = 3.0
 _END = "tfdist end"
 
 
-class ChiefLookout:
-    """The chief looks out for the workers and the parameter servers from its start to the end of its process.
+class ChiefLiveness:
+    """The chief probes the workers and the parameter servers from its start to the end of its process.
 
     Args:
         world: the job.
@@ -46,27 +47,29 @@ class ChiefLookout:
 
     def __init__(self, world: World, limits: Limits):
         self._world, self._limits = world, limits
-        self._lookout = Lookout(world, range(1, world.world_size), limits, self._lost)
+        self._probe = LivenessProbe(world, range(1, world.world_size), limits, self._lost)
         # The destructors of TensorFlow's objects may wait for a process that is lost.
         process_exit.end_at_failure()
         atexit.register(self._tell_all)
 
     def start(self) -> contextlib.AbstractContextManager[None]:
         """The context in which TensorFlow connects with all servers; ends the process if that takes too long."""
-        return process_exit.limited(self._limits.start_seconds, self._start_error)
+        return process_exit.limited(
+            self._limits.start_seconds, lambda: self._start_error(self._probe.missing()), self._start_error([])
+        )
 
-    def _start_error(self) -> ClusterError:
-        names = self._world.named_all(self._lookout.missing() or range(1, self._world.world_size))
+    def _start_error(self, missing: Sequence[int]) -> ClusterError:
+        names = self._world.named_all(missing or range(1, self._world.world_size))
         return ClusterError(
             f"TensorFlow did not connect with {names} within {self._limits.start_seconds:g} s",
             "see the output of these processes, and see that the machines of the job can reach each other",
         )
 
-    def _lost(self, losses: list[Presence]) -> None:
+    def _lost(self, losses: list[State]) -> None:
         tasks = self._world.tasks
         needed = [loss for loss in losses if tasks[loss.rank].role == "ps" or not loss.has_answered]
         if needed:
-            process_exit.end_process(lookout.gone(self._world, needed, self._limits))
+            process_exit.end_process(liveness.gone(self._world, needed, self._limits))
         silent = [loss.rank for loss in losses if loss.loss is Loss.SILENT]
         for rank in silent:
             ports.hang_up(tasks[rank].host, tasks[rank].port)
@@ -76,7 +79,7 @@ class ChiefLookout:
 
     def _tell_all(self) -> None:
         """Tells the others that the program has ended without an error."""
-        missing = self._lookout.missing()
+        missing = self._probe.missing()
         tasks = [task for rank, task in enumerate(self._world.tasks) if rank and rank not in missing]
         threads = [threading.Thread(target=_tell, args=(task,), daemon=True) for task in tasks]
         for thread in threads:
@@ -93,8 +96,8 @@ def _tell(task: Task) -> None:
         tensorflow_coordinator.call_served(_END, [], [tf.TensorSpec([], tf.bool)])[0].numpy()
 
 
-class ServerLookout:
-    """A worker or a parameter server looks out for the chief and the parameter servers.
+class ServerLiveness:
+    """A worker or a parameter server probes the chief and the parameter servers.
 
     To be made before the server starts, since the chief may tell its end as soon as the server runs.
 
@@ -105,7 +108,7 @@ class ServerLookout:
 
     def __init__(self, world: World, limits: Limits):
         self._world, self._limits = world, limits
-        self._losses: queue.SimpleQueue[list[Presence]] = queue.SimpleQueue()
+        self._losses: queue.SimpleQueue[list[State]] = queue.SimpleQueue()
         self._has_ended = threading.Event()
         tensorflow_coordinator.serve_function(_END, functools.partial(_note, self._has_ended))
 
@@ -116,11 +119,11 @@ class ServerLookout:
             for rank, task in enumerate(self._world.tasks)
             if task.role in ("chief", "ps") and rank != self._world.rank
         ]
-        looking = Lookout(self._world, needed, self._limits, self._losses.put)
+        probe = LivenessProbe(self._world, needed, self._limits, self._losses.put)
         losses = self._losses.get()
-        looking.close()
+        probe.close()
         if not self._has_ended.is_set():
-            process_exit.end_process(lookout.gone(self._world, losses, self._limits))
+            process_exit.end_process(liveness.gone(self._world, losses, self._limits))
         sys.exit(0)
 
 

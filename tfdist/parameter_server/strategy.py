@@ -32,13 +32,13 @@ from tfdist.internals import keras_variables, tensorflow_coordinator
 from tfdist.internals import tensorflow as tensorflow_internals
 from tfdist.jobs import rendezvous
 from tfdist.jobs.job_environment import cores
-from tfdist.jobs.lookout import Limits
+from tfdist.jobs.liveness import Limits
 from tfdist.jobs.tf_config import Task
 from tfdist.jobs.world import World
 from tfdist.options import checked_seconds
 from tfdist.parameter_server import closures, copies, data, sharded_variable
 from tfdist.parameter_server.closures import ClosureReplica
-from tfdist.parameter_server.endings import ChiefLookout, ServerLookout
+from tfdist.parameter_server.endings import ChiefLiveness, ServerLiveness
 from tfdist.parameter_server.modes import Mode
 from tfdist.parameter_server.round_mesh import RoundMesh
 from tfdist.parameter_server.workers import Processes
@@ -210,7 +210,7 @@ def join(world: World, limits: Limits, job_settings: tuple[Any, ...]) -> tuple[A
         cluster, task_type="chief", task_id=0, rpc_layer="grpc"
     )
     tensorflow_coordinator.keep_functions()
-    with ChiefLookout(world, limits).start():
+    with ChiefLiveness(world, limits).start():
         strategy = tf.distribute.ParameterServerStrategy(resolver)
     require_equal_gpus(world, [device.name for device in tf.config.list_logical_devices("GPU")])
     sharded_variable.install(strategy, parts=len(world.tasks_of("ps")))
@@ -273,7 +273,7 @@ def _serve(world: World, task: Task, cluster: tf.train.ClusterSpec, gpus: Sequen
     """Serves the chief until the chief ends, then exits."""
     device_choice.use_only_gpus([])  # for the input pipeline, which runs in this process outside the server
     data.serve(world)
-    server_lookout = ServerLookout(world, limits)
+    server_liveness = ServerLiveness(world, limits)
     server = tf.distribute.Server(
         cluster,
         job_name=task.role,
@@ -283,6 +283,6 @@ def _serve(world: World, task: Task, cluster: tf.train.ClusterSpec, gpus: Sequen
         start=True,
     )
     try:
-        server_lookout.end_with_chief()
+        server_liveness.end_with_chief()
     finally:
         del server
