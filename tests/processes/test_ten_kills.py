@@ -63,14 +63,14 @@ def test_a_job_that_is_killed_at_ten_random_moments_ends_where_an_unbroken_one_e
 def test_a_checkpoint_of_four_workers_is_resumed_on_two_and_on_three(tmp_path):
     """Several processes of each job are killed at random moments; the weights are those of one device."""
     moments = random.Random(46)
-    options = ["--epochs", "40", "--checkpoint-steps", "5"]
+    options = ["--epochs", "8", "--checkpoint-steps", "5"]
     for workers in (4, 2, 3):
         more = ["--resume", "--workers", str(workers)] if workers != 4 else ["--workers", "4"]
         _killed_in_two_processes(tmp_path / "broken", [*options, *more], workers, moments)
     with train(*options, "--resume", "--workers", "2", run_dir=tmp_path / "broken") as job:
         code, _, err = job.end(300)
     assert code == 0, err
-    assert [epoch["epoch"] for epoch in record(tmp_path / "broken")["epochs"]] == list(range(1, 41))
+    assert [epoch["epoch"] for epoch in record(tmp_path / "broken")["epochs"]] == list(range(1, 9))
     single = ["--strategy", "single", "--model", "mlp", "--dataset", "digits", *options, "--run-dir", tmp_path / "one"]
     with RunningJob(*single, module="tfdist.train", cwd=tmp_path) as job:
         code, _, err = job.end(300)
@@ -89,7 +89,7 @@ def _killed_in_two_processes(run_dir, options, workers, moments):
             with contextlib.suppress(psutil.NoSuchProcess):  # the launcher ends the others when the first has died
                 process.send_signal(signal.SIGKILL)
         code, _, err = job.end()
-    assert code == 3, err
+    assert code in (3, 128 + signal.SIGKILL), err
 
 
 def _not_of(killed, process):
