@@ -239,9 +239,10 @@ def optional(path: Path, *errors: type[Exception]) -> Iterator[None]:
         path: the file or folder that is written, such as a picture.
         errors: further kinds of errors that must not end the run either.
     """
+    kinds: tuple[type[Exception], ...] = (OSError, *errors)
     try:
         yield
-    except (OSError, *errors) as error:
+    except kinds as error:
         # TensorFlow's messages have the name of the operation before and after the cause.
         cause = str(error).partition("\n")[0].rpartition("}} ")[2].partition(" [Op:")[0]
         reason = getattr(error, "strerror", None) or f"{type(error).__name__}: {cause}"
