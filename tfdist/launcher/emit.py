@@ -9,7 +9,7 @@ Synopsis:
     >>> slurm(job).splitlines()[-1]
     'srun --kill-on-bad-exit=1 --label --distribution=block python -m tfdist.train --strategy multiworker'
     >>> [line for line in kubernetes(job).splitlines() if line.startswith("kind: ")]
-    ['kind: NetworkPolicy', 'kind: Service', 'kind: Job']
+    ['kind: Secret', 'kind: NetworkPolicy', 'kind: Service', 'kind: Job']
 """
 
 from __future__ import annotations
