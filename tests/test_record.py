@@ -294,11 +294,11 @@ class TestCurves:
         run.status = "failed"
         assert folders.title_of(run).endswith("(failed)")
 
-    def test_curves_that_cannot_be_drawn_are_a_warning(self, folder, capsys):
+    def test_curves_that_cannot_be_drawn_are_a_warning(self, folder, capfd):
         folder.path.rmdir()
         folder.path.write_text("a file now")
         folder.draw_curves(run_of([0.9]))
-        assert "curves.png` cannot be written, and the run continues without it" in capsys.readouterr().err
+        assert "curves.png` cannot be written, and the run continues without it" in capfd.readouterr().err
 
 
 class TestResumed:
