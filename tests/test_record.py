@@ -2,6 +2,7 @@
 
 import csv
 import doctest
+import io
 import json
 import math
 import os
@@ -16,6 +17,7 @@ from matplotlib.figure import Figure
 from matplotlib.image import imread
 from pydantic import BaseModel, ValidationError
 
+from tfdist import terminal
 from tfdist.errors import RunFolderError
 from tfdist.run import folder as folders
 from tfdist.run import recorder, schema
@@ -294,11 +296,13 @@ class TestCurves:
         run.status = "failed"
         assert folders.title_of(run).endswith("(failed)")
 
-    def test_curves_that_cannot_be_drawn_are_a_warning(self, folder, capfd):
+    def test_curves_that_cannot_be_drawn_are_a_warning(self, folder, monkeypatch):
+        shown = io.StringIO()
+        monkeypatch.setattr(terminal, "_terminal", [shown])
         folder.path.rmdir()
         folder.path.write_text("a file now")
         folder.draw_curves(run_of([0.9]))
-        assert "curves.png` cannot be written, and the run continues without it" in capfd.readouterr().err
+        assert "curves.png` cannot be written, and the run continues without it" in shown.getvalue()
 
 
 class TestResumed:
