@@ -5,6 +5,7 @@ import csv
 import doctest
 import time
 import warnings
+from pathlib import Path
 
 import keras
 import numpy as np
@@ -247,14 +248,19 @@ class FakeProfiler:
 
     def __init__(self, monkeypatch):
         self.events = []
+        self.log_dir = None
         for name in ("start", "stop", "step_marker"):
             monkeypatch.setattr(f"tfdist.profiling.trace.{name}", getattr(self, name))
 
     def start(self, log_dir):
         self.events.append("start")
+        self.log_dir = Path(log_dir)
 
     def stop(self):
         self.events.append("stop")
+        trace = self.log_dir / "plugins" / "profile" / "now" / "host.xplane.pb"
+        trace.parent.mkdir(parents=True, exist_ok=True)
+        trace.touch()
 
     def step_marker(self, number):
         self.events.append(number)
@@ -265,7 +271,8 @@ class TestProfile:
     """What is traced and when; what a real trace holds is tested in test_profiler.py."""
 
     @pytest.fixture
-    def fake(self, monkeypatch):
+    def fake(self, monkeypatch, tmp_path):
+        monkeypatch.chdir(tmp_path)
         return FakeProfiler(monkeypatch)
 
     def test_the_range_is_counted_over_epochs_and_excludes_its_end(self, fake):

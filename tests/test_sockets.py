@@ -570,8 +570,8 @@ def test_processes_find_each_other_by_ipv6():
 
 
 def test_processes_that_cannot_be_reached_are_named_in_all():
-    # An address of a network that documentation alone uses (RFC 5737).
-    errors = together(2, lambda found: found, hosts=["192.0.2.1"] * 2)
+    # Addresses of a network that documentation alone uses (RFC 5737).
+    errors = together(2, lambda found: found, hosts=["192.0.2.1", "192.0.2.2"])
     assert all("worker 0" in error.sentence and "worker 1" in error.sentence for error in errors)
 
 

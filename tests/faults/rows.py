@@ -141,8 +141,8 @@ LAUNCH_SERVED = ("--workers", "1", "--ps", "1")
 
 
 def served(role, fault, *moments, **more):
-    """Rows of a parameter server by hand: the chief names the process, and the others end with the chief."""
-    more = {"roles": SERVED, "exits": (0, 3), "chief_exits": (3,)} | more
+    """Rows of a parameter server by hand: all processes that live name the process, and end."""
+    more = {"roles": SERVED, "chief_exits": (3,)} | more
     return by_hand("parameter_server", role, fault, *moments, **more)
 
 
@@ -228,7 +228,7 @@ ROWS = [
     *served("chief 0", "SIGSTOP", "training"),
     *served("chief 0", "cut", "training"),
     *served("chief 0", "exception", "training", faulty_exits=(1,)),
-    *served("chief 0", "exit", "training", faulty_exits=(0,)),
+    *served("chief 0", "exit", "training", exits=(0,), faulty_exits=(0,)),
     *served("chief 0", "memory", "training", faulty_exits=(KILLED,)),
     *served("chief 0", "full disk", "training", **FULL_DISK),
     *served("worker 0", "strangers", "start", epochs=40, **TRAINS_ON | {"chief_exits": (0,)}),
