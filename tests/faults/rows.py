@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 SECONDS_OF_GRACE = 15
 TIMEOUT_SECONDS = 6
 START_SECONDS = 12
+SECONDS_TO_REASSIGN = 30  # that TensorFlow takes to give the steps of a silent worker to another
 ENDLESS = 100_000  # epochs
 KILLED, TERMINATED = -9, -15
 
@@ -235,8 +236,8 @@ ROWS = [
     *served("worker 0", "clock", "start", epochs=3, **TRAINS_ON | {"chief_exits": (0,)}),
     *worker_lost("SIGKILL", "training", "validation"),
     *worker_lost("SIGTERM", "training"),
-    *worker_lost("SIGSTOP", "training"),
-    *worker_lost("cut", "training", faulty_exits=(0, 3)),
+    *worker_lost("SIGSTOP", "training", work_seconds=SECONDS_TO_REASSIGN + 10),
+    *worker_lost("cut", "training", work_seconds=SECONDS_TO_REASSIGN + 10, faulty_exits=(0, 3)),
     *worker_lost("SIGKILL", "start", named="worker 1", exits=(0, 3), chief_exits=(3,), stops=False),
     *launched("parameter_server", "ps 0", "SIGKILL", "training", arguments=LAUNCH_SERVED),
     *launched("parameter_server", "ps 0", "SIGSTOP", "training", arguments=LAUNCH_SERVED),
