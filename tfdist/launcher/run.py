@@ -40,6 +40,8 @@ SECONDS_TO_END_OF_MPIRUN = 1.0
 SECONDS_AFTER_SIGNAL = 4.0
 # A process that reports a lost peer may be seen before the peer's own end.
 SECONDS_FOR_CAUSE = 5.0
+# After a process has ended for a mistake of the user, the others usually do so within this time.
+SECONDS_FOR_SAME_ERROR = 1.0
 # With parameter servers, a job continues without a failed worker, which is started again up to this many starts.
 MAX_WORKER_STARTS = 4
 SECONDS_BETWEEN_POLLS = 1.0
@@ -274,6 +276,9 @@ class Attempt:
                 lambda: any(process.returncode is not None for process in running), SECONDS_FOR_CAUSE
             )
             failed += [process for process in running if process.returncode]
+        elif any(process.returncode == EXIT_USAGE for process in failed):
+            # All processes find a mistake of the user; the chief's message is the one that is shown as it is.
+            await self._wait_for_all(SECONDS_FOR_SAME_ERROR)
         first = min(failed, key=lambda process: process.returncode == EXIT_CLUSTER)
         # If all others report a lost or silent peer, the culprit is the process that does not report anything.
         silent = [process for process in self.processes if process.returncode is None]
