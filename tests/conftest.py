@@ -5,6 +5,7 @@ No test uses a GPU but with `--gpu` (`make test-gpu`): a single one is then divi
 
 import functools
 import os
+import subprocess
 import sys
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
@@ -127,3 +128,21 @@ def _clean_keras():
 
     keras.config.set_dtype_policy("float32")
     keras.backend.clear_session(free_memory=False)  # Python collects garbage often enough
+
+
+@pytest.fixture
+def disk(tmp_path):
+    """A disk of 64 KiB."""
+    if os.geteuid() != 0:
+        pytest.skip("mounting a small disk takes root")
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", disk], capture_output=True, text=True, check=False
+    )
+    if mounted.returncode:
+        pytest.skip(f"a small disk cannot be mounted here: {mounted.stderr.strip()}")
+    try:
+        yield disk
+    finally:
+        subprocess.run(["umount", disk], check=True)

@@ -323,23 +323,6 @@ class TestStrangeFiles:
 
 
 class TestFullDisk:
-    @pytest.fixture
-    def disk(self, tmp_path):
-        """A disk of 64 KiB."""
-        if os.geteuid() != 0:
-            pytest.skip("mounting a small disk takes root")
-        disk = tmp_path / "disk"
-        disk.mkdir()
-        mounted = subprocess.run(
-            ["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", disk], capture_output=True, text=True, check=False
-        )
-        if mounted.returncode:
-            pytest.skip(f"a small disk cannot be mounted here: {mounted.stderr.strip()}")
-        try:
-            yield disk
-        finally:
-            subprocess.run(["umount", disk], check=True)
-
     class FillDisk(keras.callbacks.Callback):
         def __init__(self, disk, free, keep):
             super().__init__()

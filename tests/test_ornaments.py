@@ -2,7 +2,6 @@
 
 import contextlib
 import io
-import subprocess
 
 import keras
 import numpy as np
@@ -12,20 +11,6 @@ from tfdist import callbacks, terminal
 from tfdist.errors import RunFolderError
 from tfdist.run import schema, session
 from tfdist.run.folder import RunFolder, load_record
-
-
-@pytest.fixture
-def disk(tmp_path):
-    """A small disk of its own."""
-    path = tmp_path / "disk"
-    path.mkdir()
-    mounted = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", path], capture_output=True, text=True, check=False
-    )
-    if mounted.returncode:
-        pytest.skip(f"mount: {mounted.stderr}")
-    yield path
-    subprocess.run(["umount", path], check=True)
 
 
 @pytest.fixture
