@@ -95,7 +95,7 @@ class MultiWorkerStrategy(DataParallel):
         joined = join(
             self.world, COMMUNICATIONS[self._collectives], self.timeout_seconds, self.start_timeout_seconds, settings
         )
-        self.variables = WorkerVariables(joined.strategy, self.name)
+        self.variables = WorkerVariables(joined.strategy, self)
         sockets = self._sockets(joined)
         self.parallel_steps = 10 if sockets is None else 1  # sockets pair exchanges by their order
         return TensorFlowGroup(self.world, joined) if sockets is None else sockets

@@ -71,6 +71,24 @@ def test_no_other_cuts_make_the_slowest_stage_faster(seed):
         assert max(plan.of_stages(found, begins)) == best
 
 
+@pytest.mark.parametrize("seed", range(20))
+def test_every_stage_has_a_required_operation_and_no_other_such_cuts_are_faster(seed):
+    rng = np.random.default_rng(seed)
+    costs, required = rng.integers(0, 10, 7).astype(float).tolist(), (rng.random(7) < 0.6).tolist()
+    for stages in range(1, sum(required) + 1):
+        begins = plan.balanced(costs, stages, required)
+        others = ([0, *rest] for rest in itertools.combinations(range(1, 7), stages - 1))
+        allowed = [other for other in others if all(plan.of_stages(required, other))]
+        assert begins in allowed
+        assert max(plan.of_stages(costs, begins)) == min(max(plan.of_stages(costs, other)) for other in allowed)
+
+
+def test_a_layer_without_weights_is_no_stage_of_its_own_if_every_stage_has_to_train():
+    model = keras.Sequential([keras.Input((8, 8)), keras.layers.Flatten(), *map(keras.layers.Dense, (32, 10))])
+    assert plan.make(model, 2, None, "memory", 16, 4, all_train=True).begins == [0, 2]
+    assert plan.make(model, 2, None, "memory", 16, 4).begins == [0, 1]
+
+
 def test_nested_models_are_opened_and_skip_connections_counted_once():
     model = residual()
     found = plan.make(model, 3, ["third", "narrow"], "time", 4, 3)

@@ -55,3 +55,25 @@ def test_a_process_ends_after_an_error_although_a_destructor_waits_without_limit
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=30)
     assert (done.returncode, done.stdout) == (code, "before")
     assert error.partition("(")[0] in done.stderr
+
+
+UNCAUGHT = """
+import atexit
+from tfdist.errors import ClusterError
+from tfdist.jobs import process_exit
+
+atexit.register(print, "closed")
+process_exit.end_with_exit_codes()
+process_exit.end_with_exit_codes()
+raise {error}
+"""
+
+
+@pytest.mark.parametrize(
+    ("error", "code"), [("ClusterError('lost', '-')", 3), ("ValueError('wrong')", 1), ("KeyboardInterrupt", 130)]
+)
+def test_a_script_ends_with_the_exit_code_of_its_error_after_its_exit_handlers(error, code):
+    command = [sys.executable, "-c", UNCAUGHT.replace("{error}", error)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=30)
+    assert (done.returncode, done.stdout) == (code, "closed\n")
+    assert done.stderr.count("Traceback") == 1

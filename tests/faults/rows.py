@@ -118,12 +118,14 @@ def launched(engine, role, fault, *moments, **more):
     return [Row(engine, role, fault, moment, launched=True, **more) for moment in moments]
 
 
-def weak_network(engine, *moments, **more):
-    """Rows of a network that loses and delays, over which a job trains nevertheless."""
+def weak_network(engine, *moments, work_seconds=30):
+    """Rows of a network that delays, over which a job trains, and that loses a third, where it may end by name."""
     for moment in moments:
-        more = {"epochs": 1 if moment == "meeting" else 3} | more
-        yield from by_hand(engine, "worker 1", "loss", moment, **TRAINS_ON, timeout_seconds=20, **more)
-        yield from by_hand(engine, "worker 1", "delay", moment, **TRAINS_ON, **more)
+        more = {"epochs": 1} if moment == "meeting" else {"stops": True}
+        more = TRAINS_ON | more | {"work_seconds": work_seconds}
+        yield from by_hand(engine, "worker 1", "delay", moment, **more)
+        more |= {"named": "worker", "exits": (0, 3), "faulty_exits": (0, 3), "timeout_seconds": 20}
+        yield from by_hand(engine, "worker 1", "loss", moment, **more)
 
 
 def together(engine, **options):
@@ -206,7 +208,7 @@ ROWS = [
     *by_hand("horovod", "worker 1", "SIGKILL", "start", "validation"),
     *by_hand("horovod", "worker 1", "SIGTERM", "training"),
     *by_hand("horovod", "worker 1", "one-way", "training"),
-    *weak_network("horovod", "training"),
+    *weak_network("horovod", "training", work_seconds=150),  # whose processes negotiate each exchange
     *by_hand("horovod", "worker 1", "strangers", "start", epochs=40, **TRAINS_ON),
     *by_hand("horovod", "worker 1", "clock", "start", epochs=3, **TRAINS_ON),
     *together("local_sgd"),

@@ -91,15 +91,44 @@ def test_every_example_is_seen_once_an_epoch_through_two_losses_and_one_gain(tmp
     assert "without worker 2 on 127.0.0.2" in err
     assert "The hosts have changed" in err
 
+    assert_equal_to_one_process(run_dir, losses=2)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("strategy", ["multiworker", "horovod", "local_sgd"])
+def test_a_job_goes_on_through_three_losses_and_three_gains(tmp_path, strategy):
+    hosts, run_dir, steps_file = tmp_path / "hosts", tmp_path / "run", tmp_path / "steps.txt"
+    listed = ["localhost", "127.0.0.1"]
+    hosts.write_text("\n".join(listed))
+    options = ["--min-workers", "1", "--hostfile", hosts, "--checkpoint-steps", COMMIT_STEPS]
+    with elastic(run_dir, *options, strategy=strategy) as job:
+        for number in range(3):
+            training(job, run_dir, 2, steps_file)[1 - number % 2].kill()  # in turns a worker and the chief
+            training(job, run_dir, 1, steps_file)
+            listed.append(f"127.0.0.{number + 2}")  # a host whose process died is not used again
+            hosts.write_text("\n".join(listed))
+        training(job, run_dir, 2, steps_file)
+        code, _, err = job.end()
+        assert job.left() == []
+    assert code == 0, err
+    assert starts(err) == [2, 1, 2, 1, 2, 1, 2]
+    if strategy == "local_sgd":
+        assert record(run_dir)["epochs"][-1]["epoch"] == 8
+    else:
+        assert_equal_to_one_process(run_dir, losses=3)
+
+
+def assert_equal_to_one_process(run_dir, losses):
+    """The job has seen each example once an epoch, and its weights are those of a training in one process."""
     epochs = record(run_dir)["epochs"]
     assert [epoch["epoch"] for epoch in epochs] == list(range(1, 9))
     assert {epoch["metrics"]["seen_once"] for epoch in epochs} == {counting.EXAMPLES}
     assert {epoch["metrics"]["seen_at_most"] for epoch in epochs} == {1.0}
     # A loss costs the steps since the last checkpoint; a gain costs none. One evaluation of one step ends the run.
-    repeated = len(steps_file.read_text()) - len(epochs) * STEPS - 1
-    assert 0 <= repeated <= 2 * COMMIT_STEPS
-    train_alone(tmp_path / "alone")
-    for found, expected in zip(weights(run_dir), weights(tmp_path / "alone"), strict=True):
+    repeated = len((run_dir.parent / "steps.txt").read_text()) - len(epochs) * STEPS - 1
+    assert 0 <= repeated <= losses * COMMIT_STEPS
+    train_alone(run_dir.parent / "alone")
+    for found, expected in zip(weights(run_dir), weights(run_dir.parent / "alone"), strict=True):
         np.testing.assert_allclose(found, expected, atol=5e-5)
 
 

@@ -26,8 +26,10 @@ from tfdist.internals import keras as keras_internals
 from tfdist.internals import keras_routes, tensorflow_variables
 from tfdist.internals import tensorflow as tensorflow_internals
 from tfdist.internals.keras import tf_variable
+from tfdist.jobs import consensus
 from tfdist.jobs.world import World
 from tfdist.spmd.process_mesh import REDUCTIONS
+from tfdist.training.job_strategy import JobStrategy
 
 
 class MirroredMesh(spmd.Mesh):
@@ -274,7 +276,37 @@ class TensorFlowVariables(Variables):
 
 
 class WorkerVariables(TensorFlowVariables):
-    """The variables of `tf.distribute.MultiWorkerMirroredStrategy`."""
+    """The variables of `tf.distribute.MultiWorkerMirroredStrategy`.
+
+    TensorFlow broadcasts the chief's initial value of each new variable, and waits for processes that make none. So the
+    processes first compare what they make.
+
+    Args:
+        strategy: the `tf.distribute.MultiWorkerMirroredStrategy`.
+        job: tfdist's strategy, by which the processes exchange messages.
+    """
+
+    def __init__(self, strategy: tf.distribute.Strategy, job: JobStrategy):
+        super().__init__(strategy, job.name)
+        self._job, self._count = job, 0
+        if job.world.world_size > 1:
+            tensorflow_internals.around_new_variables(strategy, self._make)
+
+    def _make(self, make: Callable[..., Any], initial_value: Any, **arguments: Any) -> Any:
+        with self._job.guard():
+            if tf.executing_eagerly():
+                # A number in the script, such as a learning rate, has to be equal. Other initial values may be random.
+                is_number = not callable(initial_value)
+                initial_value = tensorflow_variables.initial(initial_value, arguments.get("dtype"))
+                self._require_equal(initial_value, is_number)
+            return make(initial_value=initial_value, **arguments)
+
+    def _require_equal(self, value: tf.Tensor, is_number: bool) -> None:
+        described = tensorflow_variables.in_words(value.dtype, value.shape)
+        if is_number and not value.shape.rank:
+            described += f" of {value.numpy()!s}"
+        consensus.require_equal_variable(self._job, self._count, described)
+        self._count += 1
 
     def sum_metrics(self, group: ProcessGroup, variables: Sequence[Any], name: str) -> list[tf.Tensor]:
         outside = [variable for variable in variables if not self._is_made_in_scope(variable)]

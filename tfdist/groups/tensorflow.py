@@ -46,6 +46,7 @@ PACKAGES = ("tfdist", "tensorflow", "keras", "numpy")
 # How long TensorFlow may take after an error to find out which processes are silent.
 SECONDS_TO_ASK = 5.0
 MOST_OF_REASON = 200  # characters
+CANNOT_LISTEN = "Could not start gRPC server"  # in TensorFlow's errors
 
 Communication = tf.distribute.experimental.CommunicationImplementation
 
@@ -131,6 +132,9 @@ def join(
 
 def start_error(world: World, error: Exception, silent: Sequence[int]) -> ClusterError:
     """The error for a job that TensorFlow cannot start; names the other ranks, or only those that are `silent`."""
+    if CANNOT_LISTEN in str(error):  # another program has taken the port since the processes met
+        assert world.task is not None
+        return rendezvous.cannot_listen(world.task, CANNOT_LISTEN)
     names = world.named_all(silent or [rank for rank in range(world.world_size) if rank != world.rank])
     reason = str(error).partition("\n")[0][:MOST_OF_REASON]
     return ClusterError(

@@ -344,14 +344,26 @@ def wants_xla(model: Any) -> bool:
 
 
 def layers(model: Any) -> list[tuple[str, dict[str, Any]]]:
-    """The class name of each layer in `model`, with the settings that are plain values, except its name."""
-    return [(type(layer).__name__, _plain_settings(layer)) for layer in model._flatten_layers()]
+    """The class name and the `settings` of each layer in `model`."""
+    return [(type(layer).__name__, settings(layer)) for layer in model._flatten_layers()]
 
 
-def _plain_settings(layer: Any) -> dict[str, Any]:
+def parts(model: Any) -> list[Any]:
+    """The layers, metrics and optimizers of `model`, and the functions of its metrics; `model` is the first layer."""
+    metrics = metrics_of(model)
+    functions = [function for metric in metrics if (function := getattr(metric, "_fn", None)) is not None]
+    return [*model._flatten_layers(), *metrics, *functions, *optimizers(model)]
+
+
+def settings(configured: Any) -> dict[str, Any]:
+    """The settings of a layer or a loss that are plain values, regularizers or constraints, without its name."""
     try:
-        config = layer.get_config()
-    except NotImplementedError:  # a user's class that cannot be saved
+        config = configured.get_config()
+    except (AttributeError, NotImplementedError):  # a function, or a user's class that cannot be saved
         return {}
-    plain = (bool, int, float, str, NoneType)
-    return {name: value for name, value in config.items() if name != "name" and isinstance(value, plain)}
+    return {name: value for name, value in config.items() if name != "name" and _is_comparable(name, value)}
+
+
+def _is_comparable(name: str, value: Any) -> bool:
+    # A layer inside another one has the names of its tensors, which count the layers of the process.
+    return isinstance(value, bool | int | float | str | NoneType) or name.endswith(("regularizer", "constraint"))

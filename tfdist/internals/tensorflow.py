@@ -359,28 +359,37 @@ def around_collectives(around: Callable[[Callable[[], tf.Tensor], Sequence[tf.Te
         surround(collective_ops, name, call)
 
 
-def around_variables(
-    strategy: tf.distribute.ParameterServerStrategy, create: Callable[..., Any], update: Callable[..., Any]
-) -> None:
-    """From now on `create(make, **arguments)` makes each variable of `strategy`, and `update(apply, ...)` updates it.
+def around_new_variables(strategy: tf.distribute.Strategy, create: Callable[..., Any]) -> None:
+    """From now on `create(make, **arguments)` makes each variable of `strategy`, instead of an earlier `create`.
 
-    `make(**arguments)` makes a variable as the strategy does; `apply(variable, function, arguments)` calls
-    `function(variable, *arguments)` as the strategy does, on the variable's device.
+    `make(**arguments)` makes a variable as the strategy does.
     """
     extended = strategy.extended
-    make, apply = extended._create_variable, extended._update
+    make = functools.partial(type(extended)._create_variable, extended)
 
     def make_around(next_creator: Any, **arguments: Any) -> Any:
         if arguments.get("initial_value") is None:  # a variable that is being loaded
             return make(next_creator, **arguments)
         return create(functools.partial(make, next_creator), **arguments)
 
+    extended._create_variable = make_around
+
+
+def around_updates(strategy: tf.distribute.ParameterServerStrategy, update: Callable[..., Any]) -> None:
+    """From now on `update(apply, variable, function, arguments)` updates each variable of `strategy`.
+
+    `apply(variable, function, arguments)` calls `function(variable, *arguments)` as the strategy does, on the
+    variable's device.
+    """
+    extended = strategy.extended
+    apply = extended._update
+
     def update_around(variable: Any, function: Any, args: Any, kwargs: Any, group: bool) -> Any:
         return update(
             lambda part, inner, arguments: apply(part, inner, tuple(arguments), kwargs, group), variable, function, args
         )
 
-    extended._create_variable, extended._update = make_around, update_around
+    extended._update = update_around
 
 
 _IGNORE_FUNCTIONS = 1  # the value in `ExternalStatePolicy` of TensorFlow's dataset options

@@ -25,6 +25,7 @@ import tensorflow as tf
 from tensorflow.python.distribute import values
 from tensorflow.python.ops import resource_variable_ops
 from tensorflow.python.saved_model import save_context
+from tensorflow.python.trackable import base
 
 _NUMBERS = {"__float__": float, "__int__": int, "__complex__": complex}
 
@@ -74,6 +75,14 @@ PIECE_BYTES = 1 << 24
 def in_words(dtype: Any, shape: Iterable[int]) -> str:
     """The description of a variable in messages and checkpoints, such as "float32 [4,3]"."""
     return f"{tf.as_dtype(dtype).name} [{','.join(map(str, shape))}]"
+
+
+def initial(value: Any, dtype: tf.DType | None) -> tf.Tensor:
+    """The tensor of an `initial_value` of `tf.Variable`, which may be a function, or come from a checkpoint."""
+    value = value() if callable(value) else value
+    if isinstance(value, base.CheckpointInitialValue):
+        value = value.wrapped_value
+    return tf.convert_to_tensor(value, dtype)
 
 
 def copies(variable: Any) -> list[Any]:

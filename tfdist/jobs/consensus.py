@@ -23,7 +23,8 @@ SAME_DATA = (
     "own part of the data, pass `tfdist.data.per_process(data)`"
 )
 SAME_CALLS = (
-    "call `fit`, `evaluate` and `predict` in every process, also in callbacks; a single process may use the results"
+    "run the same script in every process, which makes the same model, and calls `fit`, `evaluate` and `predict` "
+    "equally, also in callbacks; a single process may use the results"
 )
 
 
@@ -174,7 +175,27 @@ def require_equal_variables(peers: Peers, described: Sequence[str], of: str = "t
     by_rank = all_gather_object(peers, list(described), "shares its variables")
     position = next(index for index, values in enumerate(itertools.zip_longest(*by_rank)) if len(set(values)) > 1)
     values = [variables[position] if position < len(variables) else "missing" for variables in by_rank]
-    raise DisagreementError(
+    raise _different_variables(peers, of, position, values)
+
+
+def require_equal_variable(peers: Peers, position: int, described: str) -> None:
+    """Requires that all processes make the same variable now.
+
+    Args:
+        peers: the processes.
+        position: how many variables this process has made before.
+        described: the dtype and shape of the variable, and its initial value where that has to be equal.
+
+    Raises:
+        DisagreementError: they make different variables, or do something else; raised in every process.
+    """
+    values = all_gather_object(peers, described, "makes a variable")
+    if len(set(values)) > 1:
+        raise _different_variables(peers, "the model", position, values)
+
+
+def _different_variables(peers: Peers, of: str, position: int, values: Sequence[str]) -> DisagreementError:
+    return DisagreementError(
         f"The processes of the job disagree on {of}: variable {position + 1} is {_by_process(peers, values)}",
         "build the same model, with the same steps, on the same data, in all processes",
     )

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import os
 import signal
 import subprocess
@@ -43,15 +44,26 @@ _received: list[int] = []  # the signals by which this process should end
 
 def at_failure(hook: Callable[[int], None]) -> None:
     """Registers `hook(exit_code)` to be called when this process ends with an error."""
-    if not _hooks:
-        previous = sys.excepthook
-
-        def on_exception(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-            previous(kind, error, trace)
-            fail(EXIT_INTERRUPTED if issubclass(kind, KeyboardInterrupt) else getattr(error, "exit_code", 1))
-
-        sys.excepthook = on_exception
+    end_with_exit_codes()
     _hooks.append(hook)
+
+
+@functools.cache
+def end_with_exit_codes() -> None:
+    """From now on, an error that is not caught ends this process with the error's exit code, also in a script.
+
+    An interactive session continues after an error.
+    """
+    previous = sys.excepthook
+
+    def on_exception(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        previous(kind, error, trace)
+        exit_code = EXIT_INTERRUPTED if issubclass(kind, KeyboardInterrupt) else getattr(error, "exit_code", 1)
+        fail(exit_code)
+        if not hasattr(sys, "ps1"):
+            sys.exit(exit_code)
+
+    sys.excepthook = on_exception
 
 
 def end_at_failure() -> None:

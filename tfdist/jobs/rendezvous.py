@@ -155,11 +155,16 @@ def _listen_on_every_interface(task: Task, backlog: int = 1) -> socket.socket:
     try:
         return ports.listen(task.port, backlog)
     except OSError as error:
-        raise ClusterError(
-            f"`TF_CONFIG` has `{task.address}` for this process, {task.role} {task.index}, and its port cannot be "
-            f"listened on: {error.strerror}",
-            f"end the process that holds port {task.port}, or give the task another port",
-        ) from error
+        raise cannot_listen(task, error.strerror or str(error)) from error
+
+
+def cannot_listen(task: Task, reason: str) -> ClusterError:
+    """The error for a process that cannot listen on its port."""
+    return ClusterError(
+        f"`TF_CONFIG` has `{task.address}` for this process, {task.role} {task.index}, and its port cannot be "
+        f"listened on: {reason}",
+        f"end the process that holds port {task.port}, or give the task another port",
+    )
 
 
 def _listen(task: Task, world_size: int) -> socket.socket:

@@ -46,7 +46,7 @@ from tfdist.internals import keras_data, keras_patches, keras_routes
 from tfdist.internals.keras import tree
 from tfdist.internals.patching import Attached
 from tfdist.jobs import consensus
-from tfdist.loop import building, metrics, programs, steps_per_call
+from tfdist.loop import agreement, building, metrics, programs, steps_per_call
 
 # Callbacks that only the chief runs, since processes that share a disk would write the same files.
 WRITERS = (
@@ -107,7 +107,7 @@ def fit(
     with DataPasses(feed, steps) as passes, writer.finished():
         passes.reset()
         before_training(feed)
-        _require_equal_training(strategy, model, passes, epoch_numbers)
+        agreement.require_equal_training(strategy, model, passes, epoch_numbers)
         callbacks = _callback_list(
             strategy, model, callbacks, verbose, passes, epochs=epoch_numbers.stop, add_history=True
         )
@@ -192,32 +192,6 @@ def _settle_seed(strategy: Strategy, callbacks: Any) -> None:
     seed = consensus.broadcast_from_chief(strategy, seed)
     if seed is not None:
         strategy.seed, strategy.seed_is_settled = seed, True
-
-
-def _require_equal_training(strategy: Strategy, model: Any, passes: DataPasses, epochs: range) -> None:
-    """Requires that all processes have the same model, optimizers and loss, and the same sizes of the data."""
-    if strategy.world.world_size == 1:
-        return
-    optimizers = keras_internals.optimizers(model)
-    # Without the name, which counts the optimizers of the process.
-    settings = [{k: v for k, v in optimizer.get_config().items() if k != "name"} for optimizer in optimizers]
-    facts = {
-        "the model's parameters": sum(math.prod(v.shape) for v in model.variables),
-        "the model": consensus.fingerprint([(list(v.shape), v.dtype, v.trainable) for v in model.variables]),
-        "the layers": consensus.fingerprint(keras_internals.layers(model)),
-        "the optimizer": ", ".join(optimizer.name for optimizer in optimizers) or None,
-        "its settings": consensus.fingerprint(settings),
-        "the loss": tree.map_structure(_name_of_loss, getattr(model, "loss", None)),
-        "the examples in an epoch": passes.examples,
-        "the batches in an epoch": passes.num_batches,
-        "the batch size": passes.feed.batch_size,
-        "the epochs": f"{epochs.start} to {epochs.stop}",
-    }
-    consensus.require_equal(strategy, facts)
-
-
-def _name_of_loss(loss: Any) -> Any:
-    return loss if isinstance(loss, str | None) else getattr(loss, "name", None) or type(loss).__name__
 
 
 def _start_together(strategy: Strategy, model: Any, callbacks: Any, initial_epoch: int) -> tuple[int, int | None, int]:

@@ -184,4 +184,5 @@ def install(strategy: tf.distribute.ParameterServerStrategy, parts: int) -> None
                 apply(part, function, [pieces[number] for pieces in split])
         return None
 
-    tensorflow_internals.around_variables(strategy, create, update)
+    tensorflow_internals.around_new_variables(strategy, create)
+    tensorflow_internals.around_updates(strategy, update)

@@ -30,7 +30,7 @@ from tfdist.interface.bound import Bound
 from tfdist.interface.program import Program, Steps
 from tfdist.internals import keras_variables, tensorflow_coordinator
 from tfdist.internals import tensorflow as tensorflow_internals
-from tfdist.jobs import rendezvous
+from tfdist.jobs import process_exit, rendezvous
 from tfdist.jobs.job_environment import cores
 from tfdist.jobs.liveness import Limits
 from tfdist.jobs.tf_config import Task
@@ -200,6 +200,7 @@ def join(world: World, limits: Limits, job_settings: tuple[Any, ...]) -> tuple[A
         ClusterError: a process is missing, or has other versions or settings.
     """
     assert world.task is not None
+    process_exit.end_with_exit_codes()
     gpus = gpus_of(world, tf.config.get_visible_devices("GPU"), os.environ)
     tensorflow_group.meet(world, "parameter_server", job_settings, limits.start_seconds)
     cluster = tf.train.ClusterSpec(world.cluster())
@@ -210,7 +211,7 @@ def join(world: World, limits: Limits, job_settings: tuple[Any, ...]) -> tuple[A
         cluster, task_type="chief", task_id=0, rpc_layer="grpc"
     )
     tensorflow_coordinator.keep_functions()
-    with ChiefLiveness(world, limits).start():
+    with ChiefLiveness(world, limits).start(), _starting(world):
         strategy = tf.distribute.ParameterServerStrategy(resolver)
     require_equal_gpus(world, [device.name for device in tf.config.list_logical_devices("GPU")])
     sharded_variable.install(strategy, parts=len(world.tasks_of("ps")))
@@ -274,15 +275,25 @@ def _serve(world: World, task: Task, cluster: tf.train.ClusterSpec, gpus: Sequen
     device_choice.use_only_gpus([])  # for the input pipeline, which runs in this process outside the server
     data.serve(world)
     server_liveness = ServerLiveness(world, limits)
-    server = tf.distribute.Server(
-        cluster,
-        job_name=task.role,
-        task_index=task.index,
-        protocol="grpc",
-        config=server_config(world, gpus),
-        start=True,
-    )
+    with _starting(world):
+        server = tf.distribute.Server(
+            cluster,
+            job_name=task.role,
+            task_index=task.index,
+            protocol="grpc",
+            config=server_config(world, gpus),
+            start=True,
+        )
     try:
         server_liveness.end_with_chief()
     finally:
         del server
+
+
+@contextlib.contextmanager
+def _starting(world: World) -> Iterator[None]:
+    """The context in which TensorFlow starts its server in this process."""
+    try:
+        yield
+    except tf.errors.OpError as error:
+        raise tensorflow_group.start_error(world, error, ()) from error

@@ -97,7 +97,13 @@ class Plan:
 
 
 def make(
-    model: Any, stages: int, named: Sequence[str] | None, balance: str, batch_size: int, micro_batches: int
+    model: Any,
+    stages: int,
+    named: Sequence[str] | None,
+    balance: str,
+    batch_size: int,
+    micro_batches: int,
+    all_train: bool = False,
 ) -> Plan:
     """Divides a model into stages.
 
@@ -108,6 +114,7 @@ def make(
         balance: "time" minimizes the time of the slowest stage, "memory" the memory of the largest one.
         batch_size: the number of examples in a micro-batch.
         micro_batches: the number of micro-batches whose activations a stage stores.
+        all_train: whether `balance` chooses only stages that have something to train, if the model has enough of them.
 
     Raises:
         UsageError: the model cannot be cut, has fewer layers, or the named layers are not in order.
@@ -126,7 +133,9 @@ def make(
     if stages == 1:
         return Plan(functional, calls, [0])
     costs = measured(calls, batch_size, micro_batches, balance, model)
-    return Plan(functional, calls, balanced(costs, stages), costs)
+    trains = [bool(getattr(call.operation, "trainable_variables", ())) for call in calls]
+    required = trains if all_train and sum(trains) >= stages else None
+    return Plan(functional, calls, balanced(costs, stages, required), costs)
 
 
 def _begins(model: Any, calls: Sequence[keras_stages.Call], named: Sequence[str]) -> list[int]:
@@ -176,7 +185,7 @@ def require_cuttable(model: Any, stages: int) -> None:
         )
 
 
-def balanced(costs: Sequence[float], stages: int) -> list[int]:
+def balanced(costs: Sequence[float], stages: int, required: Sequence[bool] | None = None) -> list[int]:
     """Divides operations into contiguous stages so that the most expensive stage is as cheap as possible.
 
     A dynamic program over (operations, stages), O(stages * operations²).
@@ -184,11 +193,14 @@ def balanced(costs: Sequence[float], stages: int) -> list[int]:
     Args:
         costs: the cost of each operation, in the order in which they run; 0 or more, in any unit.
         stages: the number of stages, at most the number of operations.
+        required: every stage has an operation for which this is true, of which there are at least `stages`; `None` for
+            no such requirement.
 
     Returns:
         The index of the first operation of each stage.
     """
     cumulative = [0.0, *itertools.accumulate(costs)]
+    counts = [0, *itertools.accumulate(map(int, required or [True] * len(costs)))]
     operations = len(costs)
     # best[end] is the cost of the most expensive stage when the operations before `end` fill the stages so far.
     best = [0.0] + [math.inf] * operations
@@ -199,7 +211,7 @@ def balanced(costs: Sequence[float], stages: int) -> list[int]:
         for end in range(stage, operations + 1):
             for begin in range(stage - 1, end):
                 slowest = max(best[begin], cumulative[end] - cumulative[begin])
-                if slowest < new_best[end]:
+                if slowest < new_best[end] and counts[begin] < counts[end]:
                     new_best[end], begins[end] = slowest, begin
         best = new_best
         choices.append(begins)

@@ -401,7 +401,8 @@ class StagesOfProcesses(JobStrategy):
         count, begins = self.world.world_size, None
         part = examples_of_part(self._examples, self.micro_batches)
         if self.world.is_chief or self.balance != "time" or self.first_layers is not None:
-            begins = list(plan.make(model, count, self.first_layers, self.balance, part, self.micro_batches).begins)
+            made = plan.make(model, count, self.first_layers, self.balance, part, self.micro_batches, all_train=True)
+            begins = list(made.begins)
         begins = consensus.broadcast_from_chief(self, begins)
         return Plan(keras_stages.functional_of(model), keras_stages.calls(model), begins)
 

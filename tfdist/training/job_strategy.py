@@ -22,7 +22,7 @@ from tfdist.groups.packing import Packing
 from tfdist.interface import devices as device_choice
 from tfdist.interface.variables import Variables
 from tfdist.internals.tensorflow import global_seed
-from tfdist.jobs import consensus, rendezvous
+from tfdist.jobs import consensus, process_exit, rendezvous
 from tfdist.jobs.heartbeat import Heartbeat, Limits, checked_callback_timeout
 from tfdist.jobs.world import World
 from tfdist.options import Seconds, checked_seconds
@@ -96,6 +96,8 @@ class JobStrategy(TrainingStrategy):
 
     def set_up(self) -> None:
         self.world = World.detect(os.environ)
+        if self.world.world_size > 1:
+            process_exit.end_with_exit_codes()
         self.variables = Variables(in_parts=True)
         self.group = self.join()
         self.world.require_size(self.group.size, self.group.engine)

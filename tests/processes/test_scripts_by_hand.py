@@ -1,0 +1,147 @@
+"""Jobs whose processes start by hand, with scripts of users that differ between them, or ports that are taken."""
+
+import json
+import subprocess
+import sys
+import time
+
+import pytest
+
+from tests.processes.jobs import clean_environment, free_addresses, require_horovod, unframed
+
+# The script of worker 1 is an older or a newer one. All processes go on after an error, except after the last.
+OTHER_SCRIPTS = """
+import json, os, sys, time
+import keras, numpy as np, tfdist
+
+is_other = json.loads(os.environ["TF_CONFIG"])["task"]["index"] == 1
+name, options = sys.argv[1], json.loads(sys.argv[2])
+strategy = tfdist.strategy(name, seed=1, timeout_seconds=20, **options)
+x = np.random.default_rng(0).normal(size=(32, 8)).astype("float32")
+y = (x.sum(1) > 0).astype("int64")
+
+def train(units=16, activation="relu", decay=0.0, epochs=1, logits=True, custom=0, **optimizer):
+    keras.utils.set_random_seed(1)
+    with strategy.scope():
+        first = keras.layers.Dense(units, activation, kernel_regularizer=keras.regularizers.L2(decay))
+        model = keras.Sequential([keras.Input((8,)), first, CUSTOM[custom](), keras.layers.Dense(2)])
+        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=logits)
+        model.compile(keras.optimizers.SGD(**{"learning_rate": 0.1} | optimizer), loss)
+    strategy.fit(model, x, y, batch_size=8, epochs=epochs, verbose=0)
+
+class Scale(keras.layers.Layer):
+    def call(self, inputs):
+        return 2 * inputs
+
+CUSTOM = [Scale]
+
+class Scale(keras.layers.Layer):
+    def call(self, inputs):
+        return 3 * inputs
+
+CUSTOM.append(Scale)
+
+others = [
+    {"units": 8},
+    {"activation": "tanh"},
+    {"learning_rate": 0.2},
+    {"momentum": 0.9},
+    {"clipnorm": 1.0},
+    {"epochs": 2},
+    {"decay": 0.1},
+    {"logits": False},
+    {"custom": 1},
+]
+for other in others:
+    began = time.monotonic()
+    try:
+        train(**other if is_other else {})
+        print(json.dumps([other, "trained", 0]))
+    except tfdist.errors.DisagreementError as error:
+        print(json.dumps([other, error.sentence, time.monotonic() - began]), flush=True)
+train(**others[0] if is_other else {})
+"""
+TAKEN = """
+import json, os, socket, sys
+import tensorflow as tf, tfdist
+from tfdist.jobs import rendezvous
+
+config = json.loads(os.environ["TF_CONFIG"])
+task, meet = config["task"], rendezvous.meet
+
+def meet_and_take_port(*arguments):
+    result = meet(*arguments)
+    if task == json.loads(sys.argv[2]):
+        port = int(config["cluster"][task["type"]][task["index"]].rpartition(":")[2])
+        globals()["taken"] = socket.create_server(("", port))
+    return result
+
+rendezvous.meet = meet_and_take_port
+tfdist.strategy(sys.argv[1], start_timeout_seconds=10)
+"""
+
+
+def ended(script, *arguments, folder, roles=("worker", "worker")):
+    """The exit code, the output and the errors of each process of a job of one script, in the order of `roles`."""
+    (folder / "script.py").write_text(script)
+    addresses = free_addresses(len(roles))
+    cluster = {role: [a for r, a in zip(roles, addresses, strict=True) if r == role] for role in roles}
+    tasks = [{"type": role, "index": roles[:rank].count(role)} for rank, role in enumerate(roles)]
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "script.py", *arguments],
+            cwd=folder,
+            env=clean_environment() | {"TF_CONFIG": json.dumps({"cluster": cluster, "task": task})},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for task in tasks
+    ]
+    try:
+        until = time.monotonic() + 150
+        outputs = [process.communicate(timeout=until - time.monotonic()) for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    return [(process.returncode, *texts) for process, texts in zip(processes, outputs, strict=True)]
+
+
+@pytest.mark.parametrize(
+    ("strategy", "options"),
+    [
+        pytest.param("multiworker", {}, id="sockets"),
+        pytest.param("multiworker", {"communication": "ring"}, id="ring", marks=pytest.mark.exhaustive),
+        pytest.param("local_sgd", {"sync_every": 2}, id="local_sgd", marks=pytest.mark.thorough),
+        pytest.param("horovod", {}, id="horovod", marks=pytest.mark.exhaustive),
+    ],
+)
+def test_another_script_in_one_process_is_refused_at_once_and_ends_with_exit_code_2(tmp_path, strategy, options):
+    if strategy == "horovod":
+        require_horovod()
+    for code, out, err in ended(OTHER_SCRIPTS, strategy, json.dumps(options), folder=tmp_path):
+        assert code == 2, err
+        told = [json.loads(line) for line in out.splitlines()]
+        assert len(told) == 9, err
+        for other, sentence, seconds in told:
+            assert "The processes of the job d" in sentence, other  # "disagree on", or "do different things"
+            assert "worker 0" in sentence and "worker 1" in sentence, (other, sentence)
+            assert seconds < 10, (other, seconds)  # building the model and tracing included
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(
+    ("strategy", "roles", "task"),
+    [
+        ("multiworker", ("worker", "worker"), {"type": "worker", "index": 1}),
+        ("parameter_server", ("chief", "ps", "worker"), {"type": "ps", "index": 0}),
+    ],
+)
+def test_a_port_that_is_taken_since_the_processes_met_is_named(tmp_path, strategy, roles, task):
+    results = ended(TAKEN, strategy, json.dumps(task), folder=tmp_path, roles=roles)
+    assert [code for code, _, _ in results] == [3] * len(roles), results
+    name = f"{task['type']} {task['index']}"
+    for role, (_, _, err) in zip(roles, results, strict=True):
+        assert name in unframed(err), err
+        assert "its port cannot be listened on" in err or role != task["type"] or role == "worker", err
+    assert any("its port cannot be listened on" in err for _, _, err in results)
