@@ -42,16 +42,15 @@ class Scale(keras.layers.Layer):
 CUSTOM.append(Scale)
 
 others = [
-    {"units": 8},
-    {"activation": "tanh"},
     {"learning_rate": 0.2},
-    {"momentum": 0.9},
-    {"clipnorm": 1.0},
-    {"epochs": 2},
+    {"activation": "tanh"},
     {"decay": 0.1},
     {"logits": False},
     {"custom": 1},
+    {"epochs": 2},
 ]
+if strategy.group.carries_tensors:  # otherwise TensorFlow ends the first of these differences, or waits for its timeout
+    others += [{"momentum": 0.9}, {"clipnorm": 1.0}, {"units": 8}]
 for other in others:
     began = time.monotonic()
     try:
@@ -59,7 +58,7 @@ for other in others:
         print(json.dumps([other, "trained", 0]))
     except tfdist.errors.DisagreementError as error:
         print(json.dumps([other, error.sentence, time.monotonic() - began]), flush=True)
-train(**others[0] if is_other else {})
+train(**others[-1] if is_other else {})
 """
 TAKEN = """
 import json, os, socket, sys
@@ -122,7 +121,7 @@ def test_another_script_in_one_process_is_refused_at_once_and_ends_with_exit_cod
     for code, out, err in ended(OTHER_SCRIPTS, strategy, json.dumps(options), folder=tmp_path):
         assert code == 2, err
         told = [json.loads(line) for line in out.splitlines()]
-        assert len(told) == 9, err
+        assert len(told) == (6 if "communication" in options else 9), err
         for other, sentence, seconds in told:
             assert "The processes of the job d" in sentence, other  # "disagree on", or "do different things"
             assert "worker 0" in sentence and "worker 1" in sentence, (other, sentence)

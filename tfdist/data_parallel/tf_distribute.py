@@ -279,7 +279,7 @@ class WorkerVariables(TensorFlowVariables):
     """The variables of `tf.distribute.MultiWorkerMirroredStrategy`.
 
     TensorFlow broadcasts the chief's initial value of each new variable, and waits for processes that make none. So the
-    processes first compare what they make.
+    processes first compare what they make, if they can do so fast.
 
     Args:
         strategy: the `tf.distribute.MultiWorkerMirroredStrategy`.
@@ -293,20 +293,21 @@ class WorkerVariables(TensorFlowVariables):
             tensorflow_internals.around_new_variables(strategy, self._make)
 
     def _make(self, make: Callable[..., Any], initial_value: Any, **arguments: Any) -> Any:
+        # A number in the script, such as a learning rate, has to be equal. Other initial values may be random.
+        is_number = not callable(initial_value)
         with self._job.guard():
             if tf.executing_eagerly():
-                # A number in the script, such as a learning rate, has to be equal. Other initial values may be random.
-                is_number = not callable(initial_value)
                 initial_value = tensorflow_variables.initial(initial_value, arguments.get("dtype"))
-                self._require_equal(initial_value, is_number)
+                self._require_equal(initial_value, is_number and not initial_value.shape.rank)
             return make(initial_value=initial_value, **arguments)
 
     def _require_equal(self, value: tf.Tensor, is_number: bool) -> None:
-        described = tensorflow_variables.in_words(value.dtype, value.shape)
-        if is_number and not value.shape.rank:
-            described += f" of {value.numpy()!s}"
-        consensus.require_equal_variable(self._job, self._count, described)
         self._count += 1
+        # A message takes milliseconds by TensorFlow's collectives, which compare shapes and types themselves.
+        if is_number or self._job.group.carries_tensors:
+            described = tensorflow_variables.in_words(value.dtype, value.shape)
+            described += f" of {value.numpy()!s}" if is_number else ""
+            consensus.require_equal_variable(self._job, self._count, described)
 
     def sum_metrics(self, group: ProcessGroup, variables: Sequence[Any], name: str) -> list[tf.Tensor]:
         outside = [variable for variable in variables if not self._is_made_in_scope(variable)]

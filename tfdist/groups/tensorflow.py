@@ -233,17 +233,31 @@ def _explained(
         return None  # it names the process already
     if world.world_size == 1 or isinstance(failure, DisagreementError):
         return failure
-    shapes = re.search(r"[Ss]hape mismatch.*expected shape (\[.*?\]) but another member.*shape (\[.*?\])", str(error))
-    if shapes is not None:
+    difference = _difference(str(error))
+    if difference is not None:
         return DisagreementError(
-            f"The processes of the job disagree on the model, or on the data: a tensor has the shape {shapes[1]} "
-            f"in one and {shapes[2]} in another",
+            f"The processes of the job disagree on the model, or on the data: a tensor has {difference}",
             "build the same model, on the same data, in all processes",
         )
     silent = set(tensorflow_internals.silent_peers(world, seconds=SECONDS_TO_ASK))
     if silent and heartbeat is not None:
         silent |= set(heartbeat.silent())
     return gone(world, silent, timeout_seconds) if silent else failure
+
+
+def _difference(error: str) -> str | None:
+    """How the tensors of the processes differ, if that is TensorFlow's `error`."""
+    shapes = re.search(r"[Ss]hape mismatch.*expected shape (\[.*?\]) but another member.*shape (\[.*?\])", error)
+    if shapes is not None:
+        return f"the shape {shapes[1]} in one and {shapes[2]} in another"
+    types = re.search(r"expected type \d+ and data_type (\d+) but got type \d+ and data_type (\d+)", error)
+    return (
+        None
+        if types is None
+        else "the dtype {} in one and {} in another".format(
+            *(tf.as_dtype(int(number)).name for number in types.groups())
+        )
+    )
 
 
 def exchange(strategy: tf.distribute.Strategy, world: World, message: bytes) -> list[bytes]:

@@ -175,15 +175,15 @@ def require_equal_variables(peers: Peers, described: Sequence[str], of: str = "t
     by_rank = all_gather_object(peers, list(described), "shares its variables")
     position = next(index for index, values in enumerate(itertools.zip_longest(*by_rank)) if len(set(values)) > 1)
     values = [variables[position] if position < len(variables) else "missing" for variables in by_rank]
-    raise _different_variables(peers, of, position, values)
+    raise _different_variables(peers, of, position + 1, values)
 
 
-def require_equal_variable(peers: Peers, position: int, described: str) -> None:
+def require_equal_variable(peers: Peers, number: int, described: str) -> None:
     """Requires that all processes make the same variable now.
 
     Args:
         peers: the processes.
-        position: how many variables this process has made before.
+        number: which variable of this process it is, from 1.
         described: the dtype and shape of the variable, and its initial value where that has to be equal.
 
     Raises:
@@ -191,12 +191,12 @@ def require_equal_variable(peers: Peers, position: int, described: str) -> None:
     """
     values = all_gather_object(peers, described, "makes a variable")
     if len(set(values)) > 1:
-        raise _different_variables(peers, "the model", position, values)
+        raise _different_variables(peers, "the model", number, values)
 
 
-def _different_variables(peers: Peers, of: str, position: int, values: Sequence[str]) -> DisagreementError:
+def _different_variables(peers: Peers, of: str, number: int, values: Sequence[str]) -> DisagreementError:
     return DisagreementError(
-        f"The processes of the job disagree on {of}: variable {position + 1} is {_by_process(peers, values)}",
+        f"The processes of the job disagree on {of}: variable {number} is {_by_process(peers, values)}",
         "build the same model, with the same steps, on the same data, in all processes",
     )
 
