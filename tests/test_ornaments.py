@@ -47,6 +47,21 @@ def test_a_full_disk_costs_the_picture_and_the_table_but_not_the_run(disk, said)
     assert not [path for path in folder.path.iterdir() if path.name.startswith(".")]
 
 
+def test_a_row_that_does_not_fit_on_the_disk_leaves_the_table_as_it_was(disk, said):
+    folder, record = RunFolder(disk / "run"), recorded()
+    folder.write_history(record)
+    fill(disk)
+    before = folder.history.read_text()
+    for number in range(2, 200):  # more than the rest of the last block
+        record.epochs.append(schema.EpochRecord.from_logs(number, {"loss": 0.5, "accuracy": 0.5}, 1.0))
+    folder.write_history(record)
+    assert folder.history.read_text() == before
+    assert "No space left on device" in said.getvalue()
+    (disk / "fill").unlink()
+    folder.write_history(record)
+    assert len(folder.history.read_text().splitlines()) == 200
+
+
 def test_a_full_disk_for_the_record_is_an_error_that_names_it(disk):
     folder = RunFolder(disk / "run")
     folder.write(recorded())

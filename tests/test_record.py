@@ -230,6 +230,22 @@ class TestHistory:
         assert [row["val_loss"] for row in rows] == ["", "", "0.3"]
         assert rows[0]["train_seconds"] == "1.5"
 
+    def test_rows_are_appended_until_a_metric_is_new_or_the_file_has_changed(self, folder):
+        run = run_of([0.5], validation=False)
+        for epoch, logs in enumerate([{"loss": 0.4}, {"loss": 0.3}, {"loss": 0.2, "val_loss": 0.3}, {"loss": 0.1}], 2):
+            folder.write_history(run)
+            file = folder.history.stat().st_ino
+            if epoch == 3:
+                folder.history.write_text("edited\n")
+            run.epochs.append(EpochRecord.from_logs(epoch, logs, 1.0))
+            folder.write_history(run)
+            assert (folder.history.stat().st_ino == file) == (epoch in (2, 5))
+            assert [row["epoch"] for row in self.read(folder)] == [str(number + 1) for number in range(epoch)]
+        assert [row["val_loss"] for row in self.read(folder)] == ["", "", "", "0.3", ""]
+        del run.epochs[1:]  # as after a restart from an earlier checkpoint
+        folder.write_history(run)
+        assert [row["epoch"] for row in self.read(folder)] == ["1"]
+
     def test_before_the_first_epoch_it_has_the_heading(self, folder):
         folder.write_history(schema.example())
         assert folder.history.read_text().startswith("epoch,train_seconds,evaluation_seconds,")

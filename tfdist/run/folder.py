@@ -12,8 +12,6 @@ Synopsis:
 from __future__ import annotations
 
 import contextlib
-import csv
-import io
 import math
 import os
 import tempfile
@@ -26,6 +24,7 @@ from pydantic import BaseModel, Field, ValidationError
 from tfdist import files, terminal
 from tfdist.errors import RunFolderError
 from tfdist.run import schema
+from tfdist.run.history import HistoryFile
 from tfdist.run.schema import EpochRecord, RunRecord
 
 if TYPE_CHECKING:
@@ -158,6 +157,7 @@ class RunFolder:
         self.path = self.run_dir if self.is_chief else self.run_dir / f"rank-{rank}"
         self.run_json = self.run_dir / "run.json"
         self.history = self.path / "history.csv"
+        self._history_file = HistoryFile(self.history)
         self.curves = self.path / "curves.png"
         self.log = self.path / "log.txt"
         self.vocabulary = self.path / "vocabulary.txt"
@@ -204,14 +204,8 @@ class RunFolder:
 
         If it cannot be written, a warning says so, and the previous file is intact: `run.json` has the same figures.
         """
-        rows = [_history_row(epoch) for epoch in record.epochs]
-        columns = dict.fromkeys(name for row in rows for name in row)
-        text = io.StringIO()
-        writer = csv.DictWriter(text, columns or list(EpochRecord.model_fields)[:-1], lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(rows)
         with optional(self.history):
-            files.write_text(self.history, text.getvalue())
+            self._history_file.write(record.epochs)
 
     def draw_curves(self, record: RunRecord) -> None:
         """Draws `curves.png`, loss and accuracy per epoch, unless no epoch is finished.
@@ -310,8 +304,3 @@ def _invalid(file: Path, problem: str) -> RunFolderError:
         f"`{file}` is not a valid record of a run: {problem}",
         "tfdist did not write it, or it was edited afterwards; the schema is in docs/run.json.md",
     )
-
-
-def _history_row(epoch: EpochRecord) -> dict[str, Any]:
-    figures = epoch.model_dump(exclude={"metrics"})
-    return figures | {name: value for name, value in epoch.metrics.items() if name not in figures}
