@@ -32,6 +32,27 @@ def test_a_context_that_takes_too_long_ends_the_process_with_its_error(wait, cod
     assert done.stdout == ("in time\n" if code == 0 else "")
 
 
+LOGGED = """
+import ctypes, sys
+from pathlib import Path
+from tfdist import terminal
+from tfdist.errors import ClusterError
+from tfdist.jobs import process_exit
+process_exit.SECONDS_TO_CLOSE = 0.3
+error = ClusterError("from outside", "-")
+with terminal.logged_to(Path(sys.argv[1])), process_exit.limited(0.1, lambda: error, error):
+    ctypes.PyDLL(None).sleep(30)
+"""
+
+
+def test_the_error_from_outside_is_shown_on_the_terminal_and_in_the_log(tmp_path):
+    command = [sys.executable, "-c", LOGGED, tmp_path / "log.txt"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=25)
+    said = "error: from outside\n\nhint: -\n"
+    assert (done.returncode, done.stdout, done.stderr) == (3, "", said)
+    assert (tmp_path / "log.txt").read_text() == said
+
+
 FAILING = """
 import atexit, sys, threading
 from tfdist.jobs import process_exit

@@ -106,6 +106,14 @@ def cause(output: str) -> str:
     return lines[first - 1] if first and lines[first].startswith("error: unexpected") else lines[first]
 
 
+def descriptor() -> int:
+    """The file descriptor on which messages are shown to the user."""
+    try:
+        return _terminal[-1].fileno()
+    except OSError:  # a stream of a notebook
+        return STDERR
+
+
 def say(line: str) -> None:
     """Shows a line to the user. May be called from any thread."""
     with contextlib.suppress(OSError):

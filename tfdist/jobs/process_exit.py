@@ -194,7 +194,7 @@ def limited(seconds: float, error: Callable[[], TfdistError], fallback: TfdistEr
 # Waits until the pipe is closed, at the end of the context or of the process; otherwise it ends the process.
 _OUTSIDE = """
 timeout "$1" cat > /dev/null
-if [ $? -eq 124 ]; then printf 'error: %s\\n' "$3" >&2; kill -s QUIT "$2"; fi
+if [ $? -eq 124 ]; then printf 'error: %s\\n' "$3" >&2; printf 'error: %s\\n' "$3"; kill -s QUIT "$2"; fi
 """
 
 
@@ -206,8 +206,10 @@ def _limited_from_outside(seconds: float, error: TfdistError) -> Iterator[None]:
     libc.signal.restype = ctypes.c_void_p
     libc.signal.argtypes = [ctypes.c_int, ctypes.c_void_p]
     command = ["sh", "-c", _OUTSIDE, "sh", f"{seconds:g}", str(os.getpid()), str(error)]
+    shown = terminal.descriptor()
+    log = subprocess.DEVNULL if shown == terminal.STDERR else terminal.STDERR
     try:
-        outside = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
+        outside = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=log, stderr=shown, start_new_session=True)
     except OSError:  # this system has no shell
         yield
         return
