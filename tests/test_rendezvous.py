@@ -417,3 +417,24 @@ def test_another_program_on_the_chiefs_port_is_shown(worlds):
         error = outcome(worlds[1])
         server.join()
     assert "Another program" in error.sentence and "SSH-2.0-OpenSSH" in error.sentence
+
+
+@pytest.mark.parametrize("part", [b"", b'{"error": nu', b"{"])
+def test_a_part_of_the_answer_of_a_chief_that_dies_is_no_answer(part):
+    worlds = worlds_of(2)
+    acceptance = secret.Acceptance(secret.of_job(worlds[0]))
+
+    def die_in_the_middle():
+        with socket.create_server(("localhost", worlds[0].tasks[0].port)) as listener:
+            connection, _ = listener.accept()
+            with connection, connection.makefile("rb", buffering=0) as lines:
+                connection.sendall(acceptance.challenge())
+                connection.sendall(acceptance.respond(lines.readline()))
+                assert Hello.model_validate_json(lines.readline()).rank == 1
+                connection.sendall(part)
+        return outcome(worlds[0])  # as the chief that its launcher starts again
+
+    with ThreadPoolExecutor(2) as pool:
+        chief = pool.submit(die_in_the_middle)
+        assert pool.submit(outcome, worlds[1], after=0.2).result() is True
+        assert chief.result() is True
