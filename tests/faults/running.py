@@ -231,7 +231,7 @@ class Job:
     def _left(self):
         staying = {process.pid for name, process in self.processes.items() if self.stays(name)}
         there = [f"process {process.pid}" for process in self.everyone() if process.pid not in staying]
-        there += [f"/dev/shm/{name}" for name in sorted(set(os.listdir("/dev/shm")) - self._shared_memory)]
+        there += unused({f"/dev/shm/{name}" for name in set(os.listdir("/dev/shm")) - self._shared_memory})
         there += [f"$TMPDIR/{path.name}" for path in self.temporary.iterdir()]
         if not self.hosts and not staying:
             there += [f"port {address}" for address in self._addresses if _answers(address)]
@@ -252,6 +252,15 @@ class Job:
         for cleanup in reversed(self._cleanups):
             cleanup()
         shutil.rmtree(self.folder, ignore_errors=True)
+
+
+def unused(paths):
+    """Those of `paths` that no process maps: the others belong to a job beside this one."""
+    maps = []
+    for pid in psutil.pids() if paths else ():
+        with contextlib.suppress(OSError):
+            maps.append(Path(f"/proc/{pid}/maps").read_text())
+    return sorted(path for path in paths if not any(path in text for text in maps) and Path(path).exists())
 
 
 def _answers(address):

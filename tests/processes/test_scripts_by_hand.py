@@ -11,7 +11,7 @@ from tests.processes.jobs import clean_environment, free_addresses, require_horo
 
 # The script of worker 1 is an older or a newer one. All processes go on after an error, except after the last.
 OTHER_SCRIPTS = """
-import json, os, sys, time
+import functools, json, os, sys, time
 import keras, numpy as np, tfdist
 
 is_other = json.loads(os.environ["TF_CONFIG"])["task"]["index"] == 1
@@ -20,14 +20,39 @@ strategy = tfdist.strategy(name, seed=1, timeout_seconds=20, **options)
 x = np.random.default_rng(0).normal(size=(32, 8)).astype("float32")
 y = (x.sum(1) > 0).astype("int64")
 
-def train(units=16, activation="relu", decay=0.0, epochs=1, logits=True, custom=0, **optimizer):
-    keras.utils.set_random_seed(1)
+def smoothed(labels, predictions, smoothing):
+    loss = keras.losses.sparse_categorical_crossentropy(labels, predictions, from_logits=True)
+    return loss + smoothing * keras.ops.mean(keras.ops.square(predictions), -1)
+
+def closure(smoothing):
+    return lambda labels, predictions: smoothed(labels, predictions, smoothing)
+
+class Smoothed(keras.losses.Loss):
+    def __init__(self, smoothing):
+        super().__init__(name="smoothed")
+        self.smoothing = smoothing
+    def call(self, labels, predictions):
+        return smoothed(labels, predictions, self.smoothing)
+
+LOSSES = {
+    "logits": lambda value: keras.losses.SparseCategoricalCrossentropy(from_logits=bool(value)),
+    "closure": closure,
+    "partial": lambda value: functools.partial(smoothed, smoothing=value),
+    "class": Smoothed,
+}
+
+def train(
+    kind="logits", value=1.0, units=16, activation="relu", decay=0.0, policy="float32", epochs=1, custom=0, weight=1.0,
+    **optimizer
+):
+    # The seeds of the initial weights differ: all begin with the weights of the chief.
     with strategy.scope():
-        first = keras.layers.Dense(units, activation, kernel_regularizer=keras.regularizers.L2(decay))
+        first = keras.layers.Dense(units, activation, kernel_regularizer=keras.regularizers.L2(decay), dtype=policy)
         model = keras.Sequential([keras.Input((8,)), first, CUSTOM[custom](), keras.layers.Dense(2)])
-        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=logits)
-        model.compile(keras.optimizers.SGD(**{"learning_rate": 0.1} | optimizer), loss)
+        optimizer = keras.optimizers.SGD(**{"learning_rate": 0.1} | optimizer)
+        model.compile(optimizer, LOSSES[kind](value), loss_weights=[weight])
     strategy.fit(model, x, y, batch_size=8, epochs=epochs, verbose=0)
+    return model
 
 class Scale(keras.layers.Layer):
     def call(self, inputs):
@@ -45,16 +70,18 @@ others = [
     {"learning_rate": 0.2},
     {"activation": "tanh"},
     {"decay": 0.1},
-    {"logits": False},
     {"custom": 1},
     {"epochs": 2},
+    {"policy": "mixed_bfloat16"},
+    {"weight": 0.5},
+    *({"kind": kind, "value": 0.0} for kind in LOSSES),
 ]
 if strategy.group.carries_tensors:  # otherwise TensorFlow ends the first of these differences, or waits for its timeout
     others += [{"momentum": 0.9}, {"clipnorm": 1.0}, {"units": 8}]
 for other in others:
     began = time.monotonic()
     try:
-        train(**other if is_other else {})
+        train(**other if is_other else {name: value for name, value in other.items() if name == "kind"})
         print(json.dumps([other, "trained", 0]))
     except tfdist.errors.DisagreementError as error:
         print(json.dumps([other, error.sentence, time.monotonic() - began]), flush=True)
@@ -121,7 +148,7 @@ def test_another_script_in_one_process_is_refused_at_once_and_ends_with_exit_cod
     for code, out, err in ended(OTHER_SCRIPTS, strategy, json.dumps(options), folder=tmp_path):
         assert code == 2, err
         told = [json.loads(line) for line in out.splitlines()]
-        assert len(told) == (6 if "communication" in options else 9), err
+        assert len(told) == (11 if "communication" in options else 14), err
         for other, sentence, seconds in told:
             assert "The processes of the job d" in sentence, other  # "disagree on", or "do different things"
             assert "worker 0" in sentence and "worker 1" in sentence, (other, sentence)

@@ -356,7 +356,7 @@ def parts(model: Any) -> list[Any]:
 
 
 def settings(configured: Any) -> dict[str, Any]:
-    """The settings of a layer or a loss that are plain values, regularizers or constraints, without its name."""
+    """The settings of a layer or a loss: plain values, the dtype policy, regularizers and constraints, not its name."""
     try:
         config = configured.get_config()
     except (AttributeError, NotImplementedError):  # a function, or a user's class that cannot be saved
@@ -366,4 +366,12 @@ def settings(configured: Any) -> dict[str, Any]:
 
 def _is_comparable(name: str, value: Any) -> bool:
     # A layer inside another one has the names of its tensors, which count the layers of the process.
-    return isinstance(value, bool | int | float | str | NoneType) or name.endswith(("regularizer", "constraint"))
+    return isinstance(value, bool | int | float | str | NoneType) or name.endswith(
+        ("dtype", "regularizer", "constraint")
+    )
+
+
+def loss_weights(model: Any) -> Any:
+    """The `loss_weights` with which `model` was compiled, or `None`."""
+    compiled = getattr(model, "_compile_config", None)
+    return None if compiled is None else compiled.config.get("loss_weights")

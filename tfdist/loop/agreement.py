@@ -6,10 +6,14 @@ A difference would train something that no process was asked for: gradients of d
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
+import itertools
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
+
+import keras
 
 from tfdist.data.input.feed import DataPasses
 from tfdist.interface.strategy import Strategy
@@ -39,7 +43,8 @@ def require_equal_training(strategy: Strategy, model: Any, passes: DataPasses, e
         "the optimizer": ", ".join(optimizer.name for optimizer in optimizers) or None,
         "its settings": consensus.fingerprint(settings),
         "the loss": tree.map_structure(_name_of_loss, losses),
-        "the settings of the loss": consensus.fingerprint(list(map(keras_internals.settings, tree.flatten(losses)))),
+        "the settings of the loss": consensus.fingerprint(list(map(_settings_of_loss, tree.flatten(losses)))),
+        "the weights of the losses": str(keras_internals.loss_weights(model)),
         "the examples in an epoch": passes.examples,
         "the batches in an epoch": passes.num_batches,
         "the batch size": passes.feed.batch_size,
@@ -53,21 +58,45 @@ def _name_of_loss(loss: Any) -> Any:
 
 
 def code_of_user(objects: Iterable[Any]) -> dict[str, str]:
-    """Hashes of the source of the functions among `objects`, and of the classes of the others, by their names.
+    """Hashes of the functions among `objects`, and of the classes of the others, by their names.
 
-    Code of Keras, TensorFlow and tfdist is left out, and code whose source is not known.
+    Of a function, the hash is of its source and of the numbers and strings that it takes from outside; of a class, of
+    the source of its methods. Code of Keras, TensorFlow and tfdist is left out, and code whose source is not known.
     """
-    kinds = dict.fromkeys(
-        kind for part in objects for kind in ([part] if inspect.isfunction(part) else type(part).__mro__)
-    )
-    of_user = [kind for kind in kinds if kind.__module__.partition(".")[0] not in COMPARED_PACKAGES]
-    sources = {f"the code of {kind.__qualname__}": list(_sources(kind)) for kind in of_user}
-    return {name: consensus.fingerprint(source) for name, source in sources.items() if source}
+    kinds = dict.fromkeys(itertools.chain.from_iterable(map(_kinds, objects)))
+    known: dict[str, list[str]] = {}
+    for kind in kinds:
+        if (kind.__module__ or "").partition(".")[0] not in COMPARED_PACKAGES and (sources := list(_sources(kind))):
+            known.setdefault(f"the code of {kind.__qualname__}", []).extend(sources)
+    return {name: consensus.fingerprint(sources) for name, sources in known.items()}
+
+
+def _kinds(part: Any) -> Sequence[Any]:
+    while isinstance(part, functools.partial):
+        part = part.func
+    return [part] if inspect.isfunction(part) else type(part).__mro__
 
 
 def _sources(kind: Any) -> Iterator[str]:
-    """The source of a function, or of the methods of a class."""
+    """The source of a function with the values that it takes from outside, or of the methods of a class."""
     functions = [kind] if inspect.isfunction(kind) else [getattr(value, "fget", value) for value in vars(kind).values()]
     for function in functions:
         with contextlib.suppress(TypeError, OSError):  # it is no function, or its file is not there
             yield inspect.getsource(function)
+    if inspect.isfunction(kind):
+        outside = inspect.getclosurevars(inspect.unwrap(kind))
+        yield str(sorted(_plain({**outside.nonlocals, **outside.globals}).items()))
+
+
+def _plain(values: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in values.items() if isinstance(value, bool | int | float | str)}
+
+
+def _settings_of_loss(loss: Any) -> Any:
+    """The settings of a loss: those that it returns, that a class of the user keeps, or that a partial function has."""
+    if isinstance(loss, functools.partial):
+        arguments = _plain({str(position): value for position, value in enumerate(loss.args)} | loss.keywords)
+        return [arguments, _settings_of_loss(loss.func)]
+    is_of_user = isinstance(loss, keras.losses.Loss) and not keras_internals.is_of_keras(type(loss))
+    kept = {name: value for name, value in vars(loss).items() if name != "name"} if is_of_user else {}
+    return keras_internals.settings(loss) | _plain(kept)
