@@ -11,7 +11,7 @@ def cells(result):
     row = result.row
     exits = ", ".join(f"{name}: {'there' if code is None else code}" for name, code in result.exits.items())
     return [
-        f"`{row.engine}`" + (" (launcher)" if row.launched else ""),
+        f"`{row.engine}`" + (f" ({' '.join(('launcher', *row.arguments))})" if row.launched else ""),
         row.role,
         row.fault,
         row.moment,
