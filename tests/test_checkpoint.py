@@ -285,6 +285,11 @@ class TestStrangeFiles:
         with pytest.warns(CheckpointWarning, match="and at most 67,108,864 are read"):
             assert checkpoint_format.latest(folder).step == 6
 
+    def test_a_file_that_is_larger_than_its_header_says_is_not_read(self, folder):
+        os.truncate(folder / "step-00000012.ckpt", 1 << 40)  # which would take many minutes
+        with pytest.warns(CheckpointWarning, match=r"it has 1,099,511,627,776 bytes, and its header"):
+            assert checkpoint_format.latest(folder).step == 6
+
     @pytest.mark.parametrize("field", ["epoch", "callbacks", "run"])
     def test_a_header_with_other_types_is_refused(self, field, tmp_path):
         header = Header(0, 1, 1, "SGD")

@@ -24,3 +24,8 @@ def test_an_error_that_a_layer_raises_when_it_is_called_stays_one_sentence():
     with pytest.raises(UsageError) as raised:
         Refuses(name="refuses")(model(np.zeros((1, 3), "float32")))
     assert str(raised.value) == "`rate` is 2 (in `Refuses.call`)\n\nhint: use a rate below 1"
+
+
+def test_a_name_of_somebody_else_cannot_speak_to_the_terminal():
+    error = UsageError("Unknown name `\x1b]0;title\x07`:\n\tnext", "use ö or \x9b31m")
+    assert str(error) == "Unknown name `\\x1b]0;title\\x07`:\n\tnext\n\nhint: use ö or \\x9b31m"

@@ -22,7 +22,7 @@ from tfdist.errors import RunFolderError
 from tfdist.run import folder as folders
 from tfdist.run import recorder, schema
 from tfdist.run.config import TrainConfig
-from tfdist.run.folder import RunFolder, load_record
+from tfdist.run.folder import RunFolder, load_record, require_regular_outputs
 from tfdist.run.schema import EpochRecord, RunRecord
 
 SCHEMA = Path(__file__).parent.parent / "docs" / "run.json.md"
@@ -204,6 +204,24 @@ class TestRunFolder:
             RunFolder(folder.path)
         assert "--resume" in error.value.hint
         assert folder.run_json.read_bytes() == before
+
+    @pytest.mark.parametrize("name", ["checkpoints", "tensorboard"])
+    def test_a_link_in_place_of_a_folder_is_refused(self, folder, tmp_path, name):
+        folder.write(run_of([0.5]))
+        (folder.path / name).symlink_to(tmp_path)
+        with pytest.raises(RunFolderError, match=rf"`{folder.path / name}` of the run folder is a symbolic link"):
+            RunFolder(folder.path, resume=True)
+
+    def test_a_link_to_a_run_folder_is_one(self, folder, tmp_path):
+        folder.write(run_of([0.5]))
+        (tmp_path / "link").symlink_to(folder.path)
+        RunFolder(tmp_path / "link", resume=True)
+
+    @pytest.mark.parametrize("kind", ["rank-1", "output"])
+    def test_a_link_in_place_of_the_files_of_another_process_is_refused(self, folder, tmp_path, kind):
+        (folder.path / kind).symlink_to(tmp_path)
+        with pytest.raises(RunFolderError, match="is a symbolic link"):
+            RunFolder(folder.path, rank=1) if kind == "rank-1" else require_regular_outputs(folder.path / kind)
 
     def test_with_resume_that_run_goes_on(self, folder):
         folder.write(run_of([0.5]))

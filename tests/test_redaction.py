@@ -16,7 +16,17 @@ SECRET = "hunter2"
     "name",
     [
         *("TFDIST_CRED", "TF_PW", "HOROVOD_PASSPHRASE", "TFDIST_SECRET", "TFDS_TOKEN", "KERAS_API_KEY", "PGPASSWORD"),
-        *("authToken", "--password", "api-key", "TF_PWD", "HOROVOD_SECRET_KEY", "TFDIST_CREDENTIALS", "TF_AUTH_2"),
+        *(
+            "authToken",
+            "--password",
+            "api-key",
+            "TF_PWD",
+            "HOROVOD_SECRET_KEY",
+            "TFDIST_CREDENTIALS",
+            "TF_AUTH_2",
+            "TF_GH_PAT",
+            "psw",
+        ),
     ],
 )
 def test_a_value_is_secret_by_its_name(name):
@@ -39,6 +49,8 @@ def test_other_values_are_shown(name, value):
         f"http://me:{SECRET}@{SECRET}@proxy:3128",
         f"me:{SECRET}@proxy:3128",
         f"https://example.com/data?token={SECRET}&size=1",
+        f"https://account.blob.core.windows.net/data?sv=2024&sig={SECRET}",
+        f"https://hooks.slack.com/services/T00/B00/{SECRET}",
         f"python train.py --password {SECRET} --epochs 1",
         f"python train.py '--password={SECRET} {SECRET}' --epochs 1",
         f"python train.py --data-option token={SECRET} --data-option=token={SECRET}",

@@ -200,6 +200,10 @@ BASE = ("--strategy", "multiworker", "--model", "mlp", "--dataset", "digits")
         (["--strategy", "r.x:Mine"], "--strategy r.x:Mine"),
         (["--strategy", "horovod", "--timeline", "/etc/x"], "--timeline /etc/x"),
         (["--strategy", "horovod", "--strategy-option", "timeline=/etc/x"], "--strategy-option timeline=/etc/x"),
+        (
+            ["--strategy", "local_sgd", "--strategy-option", "outer=r.x:rule", "--sync-every", "2"],
+            "--strategy-option outer=r.x:rule",
+        ),
         (["--model", "x:\x1b[31m"], r"--model 'x:\x1b[31m'"),
     ],
 )
@@ -214,6 +218,21 @@ def test_resume_takes_no_program_code_or_host_from_a_run_folder(recorded, writte
     assert f"The run in `r` was started with `{written}`" in result.output
     assert f"repeat it: `python -m tfdist.train --resume --run-dir r {written}`" in result.output
     assert not (working_folder / "STARTED").exists()
+
+
+def test_steps_and_devices_with_a_colon_are_taken_from_a_run_folder():
+    options = {"profile": "10:20", "strategy_option": ["devices=CPU:0"], "data_dir": "gs://bucket/data"}
+    assert resuming.not_taken(options, {}) == {}
+
+
+def test_a_failed_start_leaves_a_folder_in_which_the_same_command_starts_again(working_folder):
+    (working_folder / "failing.py").write_text("import sys\ndef load(data_dir): sys.exit('Please set DATA_ROOT')\n")
+    arguments = ["--strategy", "single", "--model", "mlp", "--dataset", "failing:load", "--run-dir", "run"]
+    command = [sys.executable, "-m", "tfdist.train", *arguments, "--epochs", "1"]
+    for _ in range(2):
+        done = subprocess.run(command, cwd=working_folder, capture_output=True, text=True, check=False, timeout=120)
+        assert done.returncode == 1 and "Please set DATA_ROOT" in done.stderr, done.stderr
+        assert "Traceback" not in done.stderr and "already contains" not in done.stderr
 
 
 def test_what_a_run_folder_may_not_choose_is_taken_from_the_command_line():

@@ -43,9 +43,15 @@ class TfdistError(Exception):
     def __init__(self, sentence: str, hint: str | None = None):
         if hint is None:
             sentence, hint = _split_layer_message(sentence)
+        sentence, hint = printable(sentence), printable(hint)
         super().__init__(f"{sentence}\n\nhint: {hint}")
         self.sentence = sentence
         self.hint = hint
+
+
+def printable(text: str) -> str:
+    """Escapes what a terminal would interpret, such as a title for its window; names in messages may be of others."""
+    return "".join(c if c.isprintable() or c in "\n\t" else repr(c)[1:-1] for c in text)
 
 
 def _split_layer_message(message: str) -> tuple[str, str]:

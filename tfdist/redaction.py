@@ -22,7 +22,7 @@ HIDDEN = "(left out)"
 
 # Parts of a name that always announce a secret.
 _SECRET_PARTS = re.compile("passw|passphrase|passcode|secret|credential|cookie|bearer|apikey|privatekey")
-_SECRET_WORDS = re.compile(r"(?:pass|pwd?|creds?|jwt|psk|sas|signature|authorization)\d*")
+_SECRET_WORDS = re.compile(r"(?:pass|pwd?|psw|pswd|pat|creds?|jwt|psk|sas|sig|signature|authorization)\d*")
 # Words that may also mean something else, such as `key_dim=64`, so that a small number is not secret.
 _USUALLY_SECRET_WORDS = re.compile(r"\w*?(?:key|token|auth|cred)s?\d*")
 _HARMLESS = re.compile(r"\s*(?:-?\d{0,5}(?:\.\d*)?|true|false|none|null)\s*", re.IGNORECASE)
@@ -34,6 +34,7 @@ _FORMS = (
     (re.compile(r"://[^\s\"'`,;]*@"), "://...@"),
     (re.compile(r"(?<![\w/.])[\w.+%-]+:[^\s@/,\"'`]+@(?=[\w\[])"), "...@"),
     (re.compile(r"\b(bearer|basic)\s+[\w.~+/=-]{4,}", re.IGNORECASE), rf"\1 {HIDDEN}"),
+    (re.compile(r"(?<=://hooks\.slack\.com/services/)[\w/]+"), HIDDEN),
     (re.compile(r"-----BEGIN [A-Z ]*PRIVATE KEY-----.*?(?:-----END [A-Z ]*PRIVATE KEY-----|\Z)", re.DOTALL), HIDDEN),
     # The tokens of GitHub, GitLab, Hugging Face, Slack, OpenAI, Amazon, Google, and JSON web tokens.
     (

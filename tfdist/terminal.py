@@ -21,7 +21,14 @@ from typing import Any, TextIO, cast
 
 import click
 
-from tfdist.errors import EXIT_INTERRUPTED, CheckpointWarning, CostWarning, DifferenceWarning, TfdistError
+from tfdist.errors import (
+    EXIT_INTERRUPTED,
+    CheckpointWarning,
+    CostWarning,
+    DifferenceWarning,
+    TfdistError,
+    printable,
+)
 
 # A stack of streams for messages to the user; the last stream is in use.
 _terminal: list[TextIO] = [sys.stderr]
@@ -61,7 +68,7 @@ def logged_to(log: Path | None) -> Iterator[TextIO]:
 def _show_warning(show: Callable[..., None], message: Any, category: type[Warning], *where: Any) -> None:
     """Shows the user a warning of a class that tfdist defines, and passes other warnings to `show`."""
     if issubclass(category, DifferenceWarning | CostWarning | CheckpointWarning):
-        say(f"warning: {message}")
+        say(f"warning: {printable(str(message))}")
     else:
         show(message, category, *where)
 

@@ -102,7 +102,7 @@ class _TrainCommand(terminal.Command):
             super().invoke(ctx)
         except SystemExit as error:
             if error.code:  # other processes of the job may be waiting for this process
-                process_exit.fail(int(error.code))
+                process_exit.fail(error.code if isinstance(error.code, int) else 1)
             raise
 
     def _options_of_resumed_run(self, ctx: click.Context, args: Sequence[str]) -> dict[str, Any]:

@@ -41,39 +41,59 @@ LOSSES = {
     "class": Smoothed,
 }
 
-def train(
-    kind="logits", value=1.0, units=16, activation="relu", decay=0.0, policy="float32", epochs=1, custom=0, weight=1.0,
-    **optimizer
-):
-    # The seeds of the initial weights differ: all begin with the weights of the chief.
-    with strategy.scope():
-        first = keras.layers.Dense(units, activation, kernel_regularizer=keras.regularizers.L2(decay), dtype=policy)
-        model = keras.Sequential([keras.Input((8,)), first, CUSTOM[custom](), keras.layers.Dense(2)])
-        optimizer = keras.optimizers.SGD(**{"learning_rate": 0.1} | optimizer)
-        model.compile(optimizer, LOSSES[kind](value), loss_weights=[weight])
-    strategy.fit(model, x, y, batch_size=8, epochs=epochs, verbose=0)
-    return model
+def factor(inputs):
+    return 2 * inputs
 
 class Scale(keras.layers.Layer):
     def call(self, inputs):
         return 2 * inputs
 
-CUSTOM = [Scale]
-
-class Scale(keras.layers.Layer):
-    def call(self, inputs):
+if is_other:
+    def factor(inputs):
         return 3 * inputs
 
-CUSTOM.append(Scale)
+    class Scale(keras.layers.Layer):
+        def call(self, inputs):
+            return 3 * inputs
+
+class ScaleByFunction(keras.layers.Layer):
+    def call(self, inputs):
+        return factor(inputs)
+
+class ScaleByAttribute(keras.layers.Layer):
+    factor = 3.0 if is_other else 2.0
+    def call(self, inputs):
+        return self.factor * inputs
+
+class NotToSave(keras.layers.Layer):
+    def __init__(self):
+        super().__init__()
+        self.started = time.time()  # which differs between the processes, and may
+    def call(self, inputs):
+        return inputs
+    def get_config(self):
+        raise RuntimeError("this layer cannot be saved")
+
+def train(kind="logits", value=1.0, layer=NotToSave, units=16, activation="relu", decay=0.0, policy="float32",
+          shuffle=True, epochs=1, weight=1.0, **optimizer):
+    # The seeds of the initial weights differ: all begin with the weights of the chief.
+    with strategy.scope():
+        first = keras.layers.Dense(units, activation, kernel_regularizer=keras.regularizers.L2(decay), dtype=policy)
+        model = keras.Sequential([keras.Input((8,)), first, layer(), keras.layers.Dense(2)])
+        optimizer = keras.optimizers.SGD(**{"learning_rate": 0.1} | optimizer)
+        model.compile(optimizer, LOSSES[kind](value), loss_weights=[weight])
+    strategy.fit(model, x, y, batch_size=8, epochs=epochs, shuffle=shuffle, verbose=0)
 
 others = [
+    {},
     {"learning_rate": 0.2},
     {"activation": "tanh"},
     {"decay": 0.1},
-    {"custom": 1},
     {"epochs": 2},
+    {"shuffle": False},
     {"policy": "mixed_bfloat16"},
     {"weight": 0.5},
+    *({"layer": layer} for layer in (Scale, ScaleByFunction, ScaleByAttribute)),
     *({"kind": kind, "value": 0.0} for kind in LOSSES),
 ]
 if strategy.group.carries_tensors:  # otherwise TensorFlow ends the first of these differences, or waits for its timeout
@@ -81,10 +101,10 @@ if strategy.group.carries_tensors:  # otherwise TensorFlow ends the first of the
 for other in others:
     began = time.monotonic()
     try:
-        train(**other if is_other else {name: value for name, value in other.items() if name == "kind"})
-        print(json.dumps([other, "trained", 0]))
+        train(**other if is_other else {name: value for name, value in other.items() if name in ("kind", "layer")})
+        print(json.dumps([str(other), "trained", 0]), flush=True)
     except tfdist.errors.DisagreementError as error:
-        print(json.dumps([other, error.sentence, time.monotonic() - began]), flush=True)
+        print(json.dumps([str(other), error.sentence, time.monotonic() - began]), flush=True)
 train(**others[-1] if is_other else {})
 """
 TAKEN = """
@@ -147,8 +167,9 @@ def test_another_script_in_one_process_is_refused_at_once_and_ends_with_exit_cod
         require_horovod()
     for code, out, err in ended(OTHER_SCRIPTS, strategy, json.dumps(options), folder=tmp_path):
         assert code == 2, err
-        told = [json.loads(line) for line in out.splitlines()]
-        assert len(told) == (11 if "communication" in options else 14), err
+        alike, *told = [json.loads(line) for line in out.splitlines()]
+        assert alike == ["{}", "trained", 0], err
+        assert len(told) == (14 if "communication" in options else 17), err
         for other, sentence, seconds in told:
             assert "The processes of the job d" in sentence, other  # "disagree on", or "do different things"
             assert "worker 0" in sentence and "worker 1" in sentence, (other, sentence)

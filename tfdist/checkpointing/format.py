@@ -223,6 +223,7 @@ def described_by(description: dict[str, Any]) -> Stored:
 
 def _read(path: Path) -> Stored:
     with files.open_regular(path) as file:
+        _require_size(file, path)
         _verify(file)
         header, rows = _read_beginning(file, path)
         begin = file.tell()
@@ -255,6 +256,21 @@ def _foreign(problem: Exception) -> _DamagedError:
         first = problem.errors()[0]
         problem = ValueError(f"{'.'.join(map(str, first['loc']))}: {first['msg']}")
     return _DamagedError(f"its header is not that of a checkpoint ({problem})")
+
+
+def _require_size(file: BinaryIO, path: Path) -> None:
+    """Raises `_DamagedError` for a file that is larger than its header says, before all of it is read."""
+    size = file.seek(0, 2)
+    if size <= MOST_HEADER_BYTES:
+        return
+    _, rows = _read_beginning(file, path)
+    try:
+        arrays = sum(_padded(math.prod(row["shape"]) * np.dtype(row["dtype"]).itemsize) for row in rows)
+    except (KeyError, TypeError, ValueError, OverflowError) as problem:
+        raise _foreign(problem) from problem
+    expected = file.tell() + arrays + _DIGEST_BYTES
+    if size > expected:
+        raise _DamagedError(f"it has {size:,} bytes, and its header describes {expected:,}")
 
 
 def _verify(file: BinaryIO) -> None:

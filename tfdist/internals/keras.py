@@ -359,16 +359,25 @@ def settings(configured: Any) -> dict[str, Any]:
     """The settings of a layer or a loss: plain values, the dtype policy, regularizers and constraints, not its name."""
     try:
         config = configured.get_config()
-    except (AttributeError, NotImplementedError):  # a function, or a user's class that cannot be saved
+    except Exception:  # a function, or a user's class that cannot be saved
         return {}
-    return {name: value for name, value in config.items() if name != "name" and _is_comparable(name, value)}
+    # A layer inside another one is left out: its names of tensors count the layers of the process.
+    kept = ("dtype", "regularizer", "constraint")
+    return {
+        name: without_addresses(value)
+        for name, value in config.items()
+        if name != "name" and (isinstance(value, bool | int | float | str | NoneType) or name.endswith(kept))
+    }
 
 
-def _is_comparable(name: str, value: Any) -> bool:
-    # A layer inside another one has the names of its tensors, which count the layers of the process.
-    return isinstance(value, bool | int | float | str | NoneType) or name.endswith(
-        ("dtype", "regularizer", "constraint")
-    )
+def without_addresses(value: Any) -> Any:
+    """A setting without what differs between processes: the file of a lambda, and the address of another object."""
+    if isinstance(value, dict):
+        is_lambda = value.get("class_name") == "__lambda__"
+        return "lambda" if is_lambda else {name: without_addresses(each) for name, each in value.items()}
+    if isinstance(value, list | tuple):
+        return list(map(without_addresses, value))
+    return value if isinstance(value, bool | int | float | str | NoneType) else type(value).__name__
 
 
 def loss_weights(model: Any) -> Any:

@@ -10,7 +10,10 @@ import functools
 import inspect
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import sys
+import sysconfig
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import keras
@@ -23,9 +26,11 @@ from tfdist.jobs import consensus
 
 # Packages whose versions are compared when the processes meet.
 COMPARED_PACKAGES = ("tfdist", "tensorflow", "keras")
+# The folders of Python itself and of installed packages.
+_INSTALLED = [Path(sysconfig.get_path(name)).resolve() for name in ("stdlib", "platstdlib", "purelib", "platlib")]
 
 
-def require_equal_training(strategy: Strategy, model: Any, passes: DataPasses, epochs: range) -> None:
+def require_equal_training(strategy: Strategy, model: Any, passes: DataPasses, epochs: range, shuffle: Any) -> None:
     """Requires that all processes have the same model, optimizers and loss, and the same sizes of the data.
 
     Raises:
@@ -35,7 +40,11 @@ def require_equal_training(strategy: Strategy, model: Any, passes: DataPasses, e
         return
     optimizers, losses = keras_internals.optimizers(model), getattr(model, "loss", None)
     # Without the name, which counts the optimizers of the process.
-    settings = [{k: v for k, v in optimizer.get_config().items() if k != "name"} for optimizer in optimizers]
+    settings = [
+        {name: keras_internals.without_addresses(value) for name, value in optimizer.get_config().items()}
+        | {"name": None}
+        for optimizer in optimizers
+    ]
     facts = {
         "the model's parameters": sum(math.prod(v.shape) for v in model.variables),
         "the model": consensus.fingerprint([(list(v.shape), v.dtype, v.trainable) for v in model.variables]),
@@ -49,6 +58,7 @@ def require_equal_training(strategy: Strategy, model: Any, passes: DataPasses, e
         "the batches in an epoch": passes.num_batches,
         "the batch size": passes.feed.batch_size,
         "the epochs": f"{epochs.start} to {epochs.stop}",
+        "`shuffle`": str(shuffle),
     }
     consensus.require_equal(strategy, facts | code_of_user([*keras_internals.parts(model), *tree.flatten(losses)]))
 
@@ -58,15 +68,21 @@ def _name_of_loss(loss: Any) -> Any:
 
 
 def code_of_user(objects: Iterable[Any]) -> dict[str, str]:
-    """Hashes of the functions among `objects`, and of the classes of the others, by their names.
+    """Hashes of the functions among `objects`, of the classes of the others, and of what these call, by their names.
 
-    Of a function, the hash is of its source and of the numbers and strings that it takes from outside; of a class, of
-    the source of its methods. Code of Keras, TensorFlow and tfdist is left out, and code whose source is not known.
+    Of a function, the hash is of its source, and for one among `objects` of the numbers and strings that it takes from
+    outside; of a class, of its methods and of the numbers and strings that it has. Code of installed packages and of
+    tfdist is left out, and code whose source is not known.
     """
-    kinds = dict.fromkeys(itertools.chain.from_iterable(map(_kinds, objects)))
-    known: dict[str, list[str]] = {}
+    given = list(itertools.chain.from_iterable(map(_kinds, objects)))
+    kinds, known = list(given), dict[str, list[str]]()
     for kind in kinds:
-        if (kind.__module__ or "").partition(".")[0] not in COMPARED_PACKAGES and (sources := list(_sources(kind))):
+        sources, used = _code(kind)
+        kinds += [each for each in used if each not in kinds]  # the loop continues with them
+        if inspect.isfunction(kind) and kind in given:
+            outside = inspect.getclosurevars(inspect.unwrap(kind))
+            sources.append(str(sorted(_plain({**outside.nonlocals, **outside.globals}).items())))
+        if sources:
             known.setdefault(f"the code of {kind.__qualname__}", []).extend(sources)
     return {name: consensus.fingerprint(sources) for name, sources in known.items()}
 
@@ -74,18 +90,33 @@ def code_of_user(objects: Iterable[Any]) -> dict[str, str]:
 def _kinds(part: Any) -> Sequence[Any]:
     while isinstance(part, functools.partial):
         part = part.func
-    return [part] if inspect.isfunction(part) else type(part).__mro__
+    return [each for each in ([part] if inspect.isfunction(part) else type(part).__mro__) if _is_of_user(each)]
 
 
-def _sources(kind: Any) -> Iterator[str]:
-    """The source of a function with the values that it takes from outside, or of the methods of a class."""
-    functions = [kind] if inspect.isfunction(kind) else [getattr(value, "fget", value) for value in vars(kind).values()]
-    for function in functions:
+def _is_of_user(kind: Any) -> bool:
+    """Whether a function or a class is not of an installed package, nor of Python or tfdist."""
+    module = kind.__module__ or ""
+    if module.partition(".")[0] in COMPARED_PACKAGES:
+        return False
+    file = getattr(sys.modules.get(module), "__file__", None)
+    installed = file is None or any(Path(file).resolve().is_relative_to(folder) for folder in _INSTALLED)
+    return module == "__main__" or not installed
+
+
+def _code(kind: Any) -> tuple[list[str], list[Any]]:
+    """The sources of a function, or of the methods of a class with its plain values; and the user's code they use."""
+    values = [kind] if inspect.isfunction(kind) else [getattr(value, "fget", value) for value in vars(kind).values()]
+    sources, used = [], list[Any]()
+    for function in values:
         with contextlib.suppress(TypeError, OSError):  # it is no function, or its file is not there
-            yield inspect.getsource(function)
-    if inspect.isfunction(kind):
-        outside = inspect.getclosurevars(inspect.unwrap(kind))
-        yield str(sorted(_plain({**outside.nonlocals, **outside.globals}).items()))
+            sources.append(inspect.getsource(function))
+            outside = inspect.getclosurevars(inspect.unwrap(function))
+            called = [*outside.nonlocals.values(), *outside.globals.values()]
+            used += [each for each in called if inspect.isfunction(each) or inspect.isclass(each)]
+    if sources and inspect.isclass(kind):
+        public = {name: value for name, value in vars(kind).items() if not name.startswith("_")}
+        sources.append(str(sorted(_plain(public).items())))
+    return sources, [each for each in used if _is_of_user(each)]
 
 
 def _plain(values: Mapping[str, Any]) -> dict[str, Any]:

@@ -204,11 +204,12 @@ class FirstStep:
 
     def _warn(self, different: Sequence[Change]) -> None:
         worst = max(different, key=lambda change: change.difference)
+        unless = ", unless the processes run different programs" if self._strategy.world.world_size > 1 else ""
         warnings.warn(
             f"The first step of `{self._strategy.name}` differs from that of one device: `{worst.variable.name}` by "
             f"{worst.difference:.2g} of a change of {worst.size:.2g} (root mean square)\n\n"
-            "hint: this is a bug in tfdist: please report it with the model, and train on one device until it is "
-            "fixed: `--strategy single`",
+            f"hint: this is a bug in tfdist{unless}: please report it with the model, and train on one device until it "
+            "is fixed: `--strategy single`",
             DifferenceWarning,
             stacklevel=2,
         )

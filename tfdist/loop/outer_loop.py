@@ -107,7 +107,7 @@ def fit(
     with DataPasses(feed, steps) as passes, writer.finished():
         passes.reset()
         before_training(feed)
-        agreement.require_equal_training(strategy, model, passes, epoch_numbers)
+        agreement.require_equal_training(strategy, model, passes, epoch_numbers, shuffle)
         callbacks = _callback_list(
             strategy, model, callbacks, verbose, passes, epochs=epoch_numbers.stop, add_history=True
         )

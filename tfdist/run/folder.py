@@ -172,7 +172,7 @@ class RunFolder:
             with tempfile.TemporaryFile(dir=self.path):
                 pass
         existing = sorted(name for name in _NAMES if (self.path / name).exists())
-        if existing and not resume:
+        if existing not in ([], [self.log.name]) and not resume:  # a start that failed leaves a log
             names = ", ".join(f"`{name}`" for name in existing)
             raise RunFolderError(
                 f"The run folder `{self.path}` already contains a run: {names}",
@@ -180,6 +180,8 @@ class RunFolder:
                 "`--run-dir`",
             )
 
+        for folder in (self.checkpoints, self.tensorboard, *([] if self.is_chief else [self.path])):
+            _require_no_link(folder)
         for path in (self.run_json, self.log, self.vocabulary, self.target_vocabulary):
             _require_regular(path)
 
@@ -220,8 +222,18 @@ class RunFolder:
 
 def require_regular_outputs(folder: Path) -> None:
     """Raises `RunFolderError` if an output file of a job's processes is not a regular file, since it is opened."""
+    _require_no_link(folder)
     for path in sorted(folder.glob("*")):
         _require_regular(path)
+
+
+def _require_no_link(folder: Path) -> None:
+    """Raises `RunFolderError` for a symbolic link in place of a folder, through which files elsewhere are changed."""
+    if folder.is_symlink():
+        raise RunFolderError(
+            f"`{folder}` of the run folder is a symbolic link, to `{os.readlink(folder)}`",
+            "replace it by the folder, or make the whole run folder a link",
+        )
 
 
 def _require_regular(path: Path) -> None:

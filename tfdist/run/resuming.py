@@ -14,6 +14,7 @@ Synopsis:
 
 from __future__ import annotations
 
+import re
 import shlex
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -22,12 +23,13 @@ from typing import Any
 import click
 
 from tfdist import strategies
-from tfdist.errors import RunFolderError
+from tfdist.errors import RunFolderError, printable
 from tfdist.run.config import STRATEGY_FLAGS
 
 # Starts a program; names machines that ssh connects to; opens ports to the network, twice; writes a file.
 NOT_TAKEN = ("host_discovery_script", "hostfile", "elastic", "expose", "timeline")
 MAY_LOAD_CODE = ("strategy", "model", "dataset")  # as `module:name`
+_REFERENCE = re.compile(r"[^\W\d][\w.]*\s*:\s*[^\W\d]")  # not `CPU:0`, and not the steps `10:20`
 _ELASTIC = ("elastic", "min_workers", "max_workers", "hostfile", "host_discovery_script")
 _FIXED = ("workers", "ps")
 _HOSTS = ("hostfile", "host_discovery_script")
@@ -69,12 +71,25 @@ def _last_settings(settings: Iterable[str]) -> list[str]:
 
 def not_taken(options: Mapping[str, Any], typed: Mapping[str, Any]) -> dict[str, Any]:
     """The `options` of a resumed run that have to be on the command line and are not among `typed`."""
-    reaching = {name: options[name] for name in NOT_TAKEN if options.get(name)}
-    loading = {name: options[name] for name in MAY_LOAD_CODE if ":" in options.get(name, "")}
-    missing = {name: value for name, value in {**loading, **reaching}.items() if name not in typed}
-    given = typed.get("strategy_option", ())
-    settings = [each for each in options.get("strategy_option", ()) if _name(each) in NOT_TAKEN and each not in given]
-    return missing | ({"strategy_option": settings} if settings else {})
+    missing: dict[str, Any] = {}
+    for name, value in options.items():
+        if isinstance(value, list):
+            given = typed.get(name, ())
+            if settings := [each for each in value if each not in given and _is_dangerous_setting(each)]:
+                missing[name] = settings
+        elif name not in typed and (_loads_code(name, value) or (name in NOT_TAKEN and value)):
+            missing[name] = value
+    return missing
+
+
+def _is_dangerous_setting(setting: str) -> bool:
+    name, _, value = setting.partition("=")
+    return _name(setting) in NOT_TAKEN or _loads_code(name, value)
+
+
+def _loads_code(name: str, value: Any) -> bool:
+    """Whether an option is, or may be, the user's own function as `module:function`."""
+    return ":" in str(value) and (name in MAY_LOAD_CODE or _REFERENCE.search(str(value)) is not None)
 
 
 def _name(setting: str) -> str:
@@ -88,18 +103,13 @@ def require_typed(
     """Raises `RunFolderError` if `options` contain what may not be taken from a run folder, see `not_taken`."""
     missing = as_arguments(not_taken(options, typed), parameters)
     if missing:
-        written = _printable(shlex.join(missing))
+        written = printable(shlex.join(missing))
         again = shlex.join(["python", "-m", "tfdist.train", "--resume", "--run-dir", str(run_dir)])
         raise RunFolderError(
             f"The run in `{run_dir}` was started with `{written}`, and a run folder, which may come from elsewhere, is "
             "not allowed to choose what loads code, starts programs, writes to other folders or opens the network",
             f"if you know what it does, repeat it: `{again} {written}`; else set another value",
         )
-
-
-def _printable(text: str) -> str:
-    """Escapes what a terminal would interpret."""
-    return "".join(character if character.isprintable() else repr(character)[1:-1] for character in text)
 
 
 def as_arguments(options: Mapping[str, Any], parameters: Iterable[click.Parameter]) -> list[str]:
