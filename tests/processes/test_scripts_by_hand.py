@@ -12,7 +12,7 @@ from tests.processes.jobs import clean_environment, free_addresses, require_horo
 # The script of worker 1 is an older or a newer one. All processes go on after an error, except after the last.
 OTHER_SCRIPTS = """
 import functools, json, os, sys, time
-import keras, numpy as np, tfdist
+import keras, numpy as np, tensorflow as tf, tfdist
 
 is_other = json.loads(os.environ["TF_CONFIG"])["task"]["index"] == 1
 name, options = sys.argv[1], json.loads(sys.argv[2])
@@ -23,6 +23,12 @@ y = (x.sum(1) > 0).astype("int64")
 def smoothed(labels, predictions, smoothing):
     loss = keras.losses.sparse_categorical_crossentropy(labels, predictions, from_logits=True)
     return loss + smoothing * keras.ops.mean(keras.ops.square(predictions), -1)
+
+def traced(smoothing):
+    @tf.function
+    def loss(labels, predictions):
+        return smoothed(labels, predictions, smoothing)
+    return loss
 
 def closure(smoothing):
     return lambda labels, predictions: smoothed(labels, predictions, smoothing)
@@ -37,6 +43,7 @@ class Smoothed(keras.losses.Loss):
 LOSSES = {
     "logits": lambda value: keras.losses.SparseCategoricalCrossentropy(from_logits=bool(value)),
     "closure": closure,
+    "traced": traced,
     "partial": lambda value: functools.partial(smoothed, smoothing=value),
     "class": Smoothed,
 }
@@ -169,7 +176,7 @@ def test_another_script_in_one_process_is_refused_at_once_and_ends_with_exit_cod
         assert code == 2, err
         alike, *told = [json.loads(line) for line in out.splitlines()]
         assert alike == ["{}", "trained", 0], err
-        assert len(told) == (14 if "communication" in options else 17), err
+        assert len(told) == (15 if "communication" in options else 18), err
         for other, sentence, seconds in told:
             assert "The processes of the job d" in sentence, other  # "disagree on", or "do different things"
             assert "worker 0" in sentence and "worker 1" in sentence, (other, sentence)

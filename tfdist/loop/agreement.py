@@ -74,7 +74,7 @@ def code_of_user(objects: Iterable[Any]) -> dict[str, str]:
     outside; of a class, of its methods and of the numbers and strings that it has. Code of installed packages and of
     tfdist is left out, and code whose source is not known.
     """
-    given = list(itertools.chain.from_iterable(map(_kinds, objects)))
+    given = dict.fromkeys(itertools.chain.from_iterable(map(_kinds, objects)))
     kinds, known = list(given), dict[str, list[str]]()
     for kind in kinds:
         sources, used = _code(kind)
@@ -90,6 +90,7 @@ def code_of_user(objects: Iterable[Any]) -> dict[str, str]:
 def _kinds(part: Any) -> Sequence[Any]:
     while isinstance(part, functools.partial):
         part = part.func
+    part = inspect.unwrap(part)  # of `tf.function`, for example
     return [each for each in ([part] if inspect.isfunction(part) else type(part).__mro__) if _is_of_user(each)]
 
 
