@@ -117,7 +117,7 @@ def descriptor() -> int:
     """The file descriptor on which messages are shown to the user."""
     try:
         return _terminal[-1].fileno()
-    except OSError:  # a stream of a notebook
+    except (OSError, ValueError):  # it is a stream of a notebook, or closed
         return STDERR
 
 

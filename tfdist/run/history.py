@@ -40,10 +40,10 @@ class HistoryFile:
         else:
             rows = list(map(_row, epochs))
             columns = list(dict.fromkeys(name for row in rows for name in row))
-            self._columns = columns or list(EpochRecord.model_fields)[:-1]
-            text = _text(self._columns, rows, heading=True)
+            columns = columns or list(EpochRecord.model_fields)[:-1]
+            text = _text(columns, rows, heading=True)
             files.write_text(self._path, text)
-            self._bytes = len(text.encode())
+            self._columns, self._bytes = columns, len(text.encode())
         self._epochs = len(epochs)
 
     def _is_as_it_was_left(self) -> bool:
