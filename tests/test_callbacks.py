@@ -33,6 +33,12 @@ X = np.linspace(-1, 1, 70, dtype="float32").reshape(70, 1)
 Y = 3 * X
 
 
+@pytest.fixture(autouse=True)
+def in_a_folder_of_its_own(monkeypatch, tmp_path):
+    """Since the profiler writes to the folder `unused`."""
+    monkeypatch.chdir(tmp_path)
+
+
 def compiled_model(optimizer=None, **options):
     model = keras.Sequential([keras.layers.Input((1,)), keras.layers.Dense(1, kernel_initializer="zeros")])
     model.compile(optimizer or keras.optimizers.SGD(0.1), loss="mse", jit_compile=False, **options)
