@@ -22,7 +22,16 @@ from tests.faults.network import SwitchedHosts
 from tests.faults.program import PLAN
 from tests.faults.rows import START_SECONDS, Row
 from tests.processes.hosts import ADDRESSES
-from tests.processes.jobs import ROOT, clean_environment, free_addresses, place, require_horovod, require_mpi, unframed
+from tests.processes.jobs import (
+    ROOT,
+    clean_environment,
+    configs,
+    free_addresses,
+    place,
+    require_horovod,
+    require_mpi,
+    unframed,
+)
 from tfdist.jobs.job_environment import START_SECONDS as START_VARIABLE
 
 PROGRAM = ROOT / "tests" / "faults" / "program.py"
@@ -135,9 +144,8 @@ class Job:
             self._addresses = [f"{host}:{FIRST_PORT}" for host in hosts]
         else:
             self._addresses = free_addresses(len(roles))
-        cluster = {role: [a for r, a in zip(roles, self._addresses, strict=True) if r == role] for role in roles}
-        for role, index in names:
-            yield f"{role} {index}", {"cluster": cluster, "task": {"type": role, "index": index}}
+        for (role, index), config in zip(names, configs(roles, self._addresses), strict=True):
+            yield f"{role} {index}", config
 
     def _start(self, name, command, environment=None):
         row = self.row

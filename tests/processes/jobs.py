@@ -221,13 +221,10 @@ class by_hand:  # noqa: N801 - used as a function
     """The processes of a job on this machine, each started with its TF_CONFIG; `own` are the options of each."""
 
     def __init__(self, run_dir, *options, roles=("worker", "worker"), own=((), (), ()), strategy="multiworker"):
-        addresses = free_addresses(len(roles))
-        cluster = {role: [a for r, a in zip(roles, addresses, strict=True) if r == role] for role in roles}
-        tasks = [{"type": role, "index": roles[:rank].count(role)} for rank, role in enumerate(roles)]
-        self.addresses = addresses
+        self.addresses = free_addresses(len(roles))
         self.processes = [
-            start_by_hand(run_dir, {"cluster": cluster, "task": task}, *options, *more, strategy=strategy)
-            for task, more in zip(tasks, own, strict=False)
+            start_by_hand(run_dir, config, *options, *more, strategy=strategy)
+            for config, more in zip(configs(roles, self.addresses), own, strict=False)
         ]
 
     def __enter__(self):
@@ -237,6 +234,13 @@ class by_hand:  # noqa: N801 - used as a function
         for process in self.processes:
             process.kill()
             process.communicate()
+
+
+def configs(roles, addresses):
+    """The TF_CONFIG of each process of a job with these roles, in their order."""
+    cluster = {role: [a for r, a in zip(roles, addresses, strict=True) if r == role] for role in roles}
+    tasks = [{"type": role, "index": roles[:rank].count(role)} for rank, role in enumerate(roles)]
+    return [{"cluster": cluster, "task": task} for task in tasks]
 
 
 def free_addresses(count):

@@ -251,13 +251,10 @@ def _difference(error: str) -> str | None:
     if shapes is not None:
         return f"the shape {shapes[1]} in one and {shapes[2]} in another"
     types = re.search(r"expected type \d+ and data_type (\d+) but got type \d+ and data_type (\d+)", error)
-    return (
-        None
-        if types is None
-        else "the dtype {} in one and {} in another".format(
-            *(tf.as_dtype(int(number)).name for number in types.groups())
-        )
-    )
+    if types is not None:
+        here, there = (tf.as_dtype(int(number)).name for number in types.groups())
+        return f"the dtype {here} in one and {there} in another"
+    return None
 
 
 def exchange(strategy: tf.distribute.Strategy, world: World, message: bytes) -> list[bytes]:

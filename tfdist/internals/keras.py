@@ -8,6 +8,7 @@ written for Keras 3.15.1, and `tests/test_keras_internals.py` fails when Keras c
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Iterator
 from types import NoneType
 from typing import Any
@@ -42,6 +43,8 @@ max_epochs = config.max_epochs
 max_steps_per_epoch = config.max_steps_per_epoch
 pythonify_logs = python_utils.pythonify_logs
 to_numpy = tensorflow_trainer.convert_to_np_if_not_ragged
+
+_ADDRESS = re.compile(" at 0x[0-9a-f]+")
 
 # Losses and metrics whose value for a batch is not a mean over its examples.
 _OF_WHOLE_BATCH = {
@@ -377,7 +380,7 @@ def without_addresses(value: Any) -> Any:
         return "lambda" if is_lambda else {name: without_addresses(each) for name, each in value.items()}
     if isinstance(value, list | tuple):
         return list(map(without_addresses, value))
-    return value if isinstance(value, bool | int | float | str | NoneType) else type(value).__name__
+    return value if isinstance(value, bool | int | float | str | NoneType) else _ADDRESS.sub("", str(value))
 
 
 def loss_weights(model: Any) -> Any:

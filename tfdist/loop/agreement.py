@@ -17,15 +17,15 @@ from pathlib import Path
 from typing import Any
 
 import keras
+import numpy as np
 
 from tfdist.data.input.feed import DataPasses
+from tfdist.groups.tensorflow import PACKAGES
 from tfdist.interface.strategy import Strategy
 from tfdist.internals import keras as keras_internals
 from tfdist.internals.keras import tree
 from tfdist.jobs import consensus
 
-# Packages whose versions are compared when the processes meet.
-COMPARED_PACKAGES = ("tfdist", "tensorflow", "keras")
 # The folders of Python itself and of installed packages.
 _INSTALLED = [Path(sysconfig.get_path(name)).resolve() for name in ("stdlib", "platstdlib", "purelib", "platlib")]
 
@@ -97,7 +97,7 @@ def _kinds(part: Any) -> Sequence[Any]:
 def _is_of_user(kind: Any) -> bool:
     """Whether a function or a class is not of an installed package, nor of Python or tfdist."""
     module = kind.__module__ or ""
-    if module.partition(".")[0] in COMPARED_PACKAGES:
+    if module.partition(".")[0] in PACKAGES:  # whose versions are compared when the processes meet
         return False
     file = getattr(sys.modules.get(module), "__file__", None)
     installed = file is None or any(Path(file).resolve().is_relative_to(folder) for folder in _INSTALLED)
@@ -121,7 +121,7 @@ def _code(kind: Any) -> tuple[list[str], list[Any]]:
 
 
 def _plain(values: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in values.items() if isinstance(value, bool | int | float | str)}
+    return {name: value for name, value in values.items() if isinstance(value, bool | int | float | str | np.generic)}
 
 
 def _settings_of_loss(loss: Any) -> Any:
