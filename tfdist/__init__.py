@@ -15,6 +15,8 @@ Synopsis:
 from __future__ import annotations
 
 import importlib
+import os
+import sys
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -23,13 +25,20 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 
-_PUBLIC_MODULES = ("callbacks", "data", "models")
+if "ipykernel" in sys.modules:
+    # A notebook shows what TensorFlow's C++ code logs. The variable takes effect if TensorFlow is imported later.
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "1")
+
+_PUBLIC_MODULES = ("callbacks", "data", "models", "ray")
+_FUNCTIONS = {"launch_notebook": "notebook"}
 
 
 def __getattr__(name: str) -> Any:
     """Imports public modules, such as `tfdist.callbacks`, when they are first used, so that `import tfdist` is fast."""
     if name in _PUBLIC_MODULES:
         return importlib.import_module(f"tfdist.{name}")
+    if name in _FUNCTIONS:
+        return getattr(importlib.import_module(f"tfdist.{_FUNCTIONS[name]}"), name)
     raise AttributeError(f"module `tfdist` has no attribute `{name}`")
 
 

@@ -55,6 +55,7 @@ Examples:
 @_hosts("--hosts", default="", metavar="A:2,B:2", help="hosts and their slots, reached over ssh, in rank order")
 @_hosts("--hostfile", type=click.Path(path_type=Path), metavar="FILE", help="hosts as lines `A slots=2`")
 @_hosts("--ssh-options", default="", metavar="TEXT", help="additional options of ssh")
+@_hosts("--on", default="", metavar="ray", help="start the processes on a Ray cluster")
 @_hosts("--mpi", is_flag=True, help="start the processes with mpirun")
 @_hosts("--expose", is_flag=True, help="do not isolate the job's network")
 @_hosts("--emit", metavar="slurm|kubernetes", help="print a batch script or manifests that run the same job")
@@ -95,6 +96,8 @@ def command(
                 f"`--elastic` and `--emit {emit}` are both set, but a job of this scheduler has a fixed size",
                 "use `--restarts`: after a failure or a preemption all processes restart from the last checkpoint",
             )
+        if wanted.on:
+            raise UsageError(f"`--on {wanted.on}` and `--emit {emit}` are both set", "leave one of them out")
         return _emit(wanted, emit)
     if elastic:
         return _run_elastic(wanted, elastic_job, hostfile)
@@ -113,8 +116,8 @@ def _words(text: str) -> tuple[str, ...]:
 def _run_elastic(wanted: job.Job, elastic_job: ElasticOptions, hostfile: Path | None) -> int:
     from tfdist.launcher import elastic
 
-    if wanted.ps or wanted.mpi:
-        option = "--ps" if wanted.ps else "--mpi"
+    if wanted.ps or wanted.mpi or wanted.on:
+        option = "--ps" if wanted.ps else "--mpi" if wanted.mpi else "--on"
         raise UsageError(f"`{option}` and `--elastic` are both set", "leave one of them out")
     return elastic.run(wanted, elastic_job.members(hostfile, wanted.hosts, wanted.workers))
 

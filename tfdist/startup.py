@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import importlib
 import importlib.abc
 import importlib.machinery
+import logging
 import os
 import platform
 import sys
@@ -30,6 +32,9 @@ SELDOM_USED = {
     "tensorflow._api.v2.compat.v2.compat",
 }
 
+# A hint: what TensorFlow has initialized can be changed only in a new process.
+CREATE_EARLIER = "create the strategy before anything else uses TensorFlow; in a notebook, restart the kernel first"
+
 
 def require_tensorflow_backend() -> None:
     """Imports Keras and checks that its backend is TensorFlow; `KERAS_BACKEND` is checked before the import.
@@ -43,10 +48,23 @@ def require_tensorflow_backend() -> None:
         if backend != "tensorflow":
             raise UsageError(f"`KERAS_BACKEND` is `{backend}`, but tfdist trains with TensorFlow", hint)
         _import_keras()
+    _hide_notes_of_tensorflow()
     import keras
 
     if keras.backend.backend() != "tensorflow":
         raise UsageError(f"Keras was imported with the backend `{keras.backend.backend()}`, not TensorFlow", hint)
+
+
+@functools.cache
+def _hide_notes_of_tensorflow() -> None:
+    """Hides what TensorFlow logs at the level INFO, once, so that a level that is set later is kept.
+
+    In notebooks, and where the root logger has the level INFO, as in Ray's workers, `tf.distribute` logs its devices
+    and collective operations.
+    """
+    logger = logging.getLogger("tensorflow")
+    if logger.getEffectiveLevel() == logging.INFO:
+        logger.setLevel(logging.WARNING)
 
 
 def prepare_imports() -> None:

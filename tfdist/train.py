@@ -206,6 +206,7 @@ def _refuse_missing_secrets(earlier: Mapping[str, Any], given: Mapping[str, Any]
     "--restarts", type=int, default=0, show_default=True, metavar="N", help="restarts of the job after a failure"
 )
 @_processes("--expose", is_flag=True, help="do not isolate the job's network")
+@_processes("--on", default="", metavar="ray", help="start the processes on a Ray cluster")
 @_run_option(
     "--recipe",
     metavar="NAME",
@@ -241,6 +242,7 @@ def command(
     ps: int | None,
     restarts: int,
     expose: bool,
+    on: str,
     elastic: bool,
     min_workers: int | None,
     max_workers: int | None,
@@ -261,7 +263,7 @@ def command(
     )
     world = World.detect()
     elastic_job = ElasticOptions(elastic, min_workers, max_workers, host_discovery_script)
-    wanted = Processes(workers, ps, restarts, expose, elastic_job, hostfile)
+    wanted = Processes(workers, ps, restarts, expose, on, elastic_job, hostfile)
     check_processes(config, world, wanted)
     if world.world_size == 1 and wanted.several and job_environment.JOB not in os.environ:
         return launch(config, wanted, _arguments())
@@ -277,6 +279,7 @@ class Processes:
         ps: number of parameter servers; `None` if not set.
         restarts: number of times that the job is restarted after a failure.
         expose: do not isolate the job's network.
+        on: the cluster to start the processes on; empty for this machine.
         elastic_job: the options of an elastic job.
         hostfile: the hosts of an elastic job.
     """
@@ -285,13 +288,14 @@ class Processes:
     ps: int | None
     restarts: int
     expose: bool
+    on: str
     elastic_job: ElasticOptions
     hostfile: Path | None
 
     @property
     def several(self) -> bool:
         """Whether the command starts processes."""
-        return self.elastic_job.elastic or self.workers is not None or self.ps is not None
+        return bool(self.elastic_job.elastic or self.workers is not None or self.ps is not None or self.on)
 
 
 def check_processes(config: TrainConfig, world: World, wanted: Processes) -> None:
@@ -318,6 +322,13 @@ def check_processes(config: TrainConfig, world: World, wanted: Processes) -> Non
             f"{world.source} describes {world.world_size} processes, but `{config.strategy}` trains in one",
             "unset it, or use one of the strategies " + ", ".join(strategies.having("processes")),
         )
+    if wanted.on and (not config.traits.processes or config.traits.mpi):
+        able = [name for name in strategies.having("processes") if not strategies.traits(name).mpi]
+        raise UsageError(
+            f"`--on {wanted.on}` is set, but `{config.strategy}` "
+            + ("is started by `mpirun`" if config.traits.mpi else "trains in one process"),
+            "use one of the strategies " + ", ".join(able),
+        )
     _check_elastic(config, wanted)
 
 
@@ -332,6 +343,8 @@ def _check_elastic(config: TrainConfig, wanted: Processes) -> None:
         raise UsageError(
             f"`{option}` and `--elastic` are both set", "use `--min-workers` and `--max-workers` with `--elastic`"
         )
+    if wanted.elastic_job.elastic and wanted.on:
+        raise UsageError(f"`--on {wanted.on}` and `--elastic` are both set", "leave one of them out")
     if wanted.hostfile and not wanted.elastic_job.elastic:
         raise UsageError("`--hostfile` is set, but the job is not elastic", "start it with `python -m tfdist.launch`")
 
@@ -354,6 +367,7 @@ def launch(config: TrainConfig, wanted: Processes, arguments: Sequence[str]) -> 
         mpi=config.traits.mpi,
         restarts=wanted.restarts,
         expose=wanted.expose,
+        on=wanted.on,
         log_dir=run_dir / "output",
         verbose=config.verbose,
         name=name,

@@ -1,5 +1,6 @@
 """Jobs of several real processes, started by the launcher as a user does, and always ended."""
 
+import contextlib
 import json
 import os
 import shutil
@@ -92,6 +93,13 @@ class RunningJob:
     def left(self):
         """The processes of the job that are still there."""
         return [p for p in self._seen if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
+
+
+def free_ports(count):
+    """Ports of this machine on which nothing listens."""
+    with contextlib.ExitStack() as stack:
+        sockets = [stack.enter_context(socket.create_server(("", 0))) for _ in range(count)]
+        return [s.getsockname()[1] for s in sockets]
 
 
 def signalled(job, run_dir, number):

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.processes.jobs import free_ports
 from tfdist.launcher import emit
 from tfdist.launcher.job import Job
 from tfdist.run.folder import load_record
@@ -152,12 +153,6 @@ class Slurm:
             logs = [path.read_text(errors="replace")[-2000:] for path in self.folder.glob("*.out")]
             assert time.monotonic() < end, "\n".join(logs)
             time.sleep(0.2)
-
-
-def free_ports(count):
-    with contextlib.ExitStack() as stack:
-        sockets = [stack.enter_context(socket.create_server(("", 0))) for _ in range(count)]
-        return [s.getsockname()[1] for s in sockets]
 
 
 @pytest.fixture(scope="module")

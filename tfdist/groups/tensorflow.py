@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from tfdist import startup
 from tfdist.errors import ClusterError, DisagreementError, UsageError
 from tfdist.groups import CollectiveCounter, ExchangeTotals, ProcessGroup, broadcast_by_sum, gathered_in_pieces
 from tfdist.groups.socket_group import SocketGroup
@@ -68,7 +69,7 @@ def meet(world: World, strategy: str, job_settings: Iterable[tuple[str, str]], d
     if runtime_started():
         raise UsageError(
             "TensorFlow has already started, and must know the cluster when it starts",
-            "create the strategy before anything else uses TensorFlow",
+            startup.CREATE_EARLIER,
         )
     return rendezvous.meet(world, versions() | {"strategy": strategy} | dict(job_settings), deadline_seconds)
 

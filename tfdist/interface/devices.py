@@ -17,6 +17,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from tfdist import startup
 from tfdist.errors import UnknownNameError, UsageError
 from tfdist.internals import tensorflow as tensorflow_internals
 from tfdist.jobs import job_environment
@@ -65,7 +66,7 @@ def set_threads(threads: int, operations: int | None) -> None:
         raise UsageError(
             f"`threads` is {threads}, and TensorFlow has already started with "
             f"{tf.config.threading.get_intra_op_parallelism_threads() or 'all cores'}",
-            "create the strategy before anything else uses TensorFlow",
+            startup.CREATE_EARLIER,
         )
     tf.config.threading.set_intra_op_parallelism_threads(threads)
     if operations is not None:
@@ -126,7 +127,7 @@ def use_only_gpus(gpus: Sequence[Any]) -> list[str]:
         if tensorflow_internals.runtime_started():
             raise UsageError(
                 "TensorFlow has already started with all GPUs, and this process is to use a part of them",
-                "create the strategy before anything else uses TensorFlow",
+                startup.CREATE_EARLIER,
             )
         tf.config.set_visible_devices(list(gpus), "GPU")
     return [f"GPU:{index}" for index in range(_count(gpus))]
@@ -159,9 +160,7 @@ def _first(kind: str, count: int, available: int) -> list[str]:
     if count > available:
         raise UsageError(
             f"`devices` is {count}, and TensorFlow has {available} {kind} device{'s' * (available != 1)}",
-            f"use at most {available}, or create the strategy before anything else uses TensorFlow"
-            if kind == "CPU"
-            else f"use at most {available}",
+            f"use at most {available}, or {startup.CREATE_EARLIER}" if kind == "CPU" else f"use at most {available}",
         )
     return [f"{kind}:{index}" for index in range(count)]
 

@@ -184,6 +184,13 @@ class Strategy:
         if "scope" in vars(cls):
             cls.scope = _marking_models(vars(cls)["scope"])  # type: ignore[method-assign]
 
+    def __repr__(self) -> str:
+        replicas = "1 replica" if self.num_replicas == 1 else f"{self.num_replicas} replicas"
+        place = ", ".join(self.devices)
+        if self.world.world_size > 1:
+            place = f"{self.world.world_size} processes; this is {self.world.named(self.world.rank)} on {place}"
+        return f"<tfdist strategy `{self.name}`: {replicas} {'in' if self.world.world_size > 1 else 'on'} {place}>"
+
     def divide_by_speeds(self, speeds: str | Sequence[int] | None) -> None:
         """Divides global batches in proportion to `speeds`, see `tfdist.interface.speeds`; for constructors."""
         self.speeds = replica_speeds.resolve(replica_speeds.parse(speeds), self, self.devices, self.num_replicas)

@@ -195,8 +195,8 @@ class Agent:
     def _start(self, number: int) -> None:
         settings = self._job["processes"][number]
         cores: set[int] = set()
-        if settings["share"] is not None:
-            cores = set(resources.share_of(sorted(os.sched_getaffinity(0)), *settings["share"]))
+        if settings["cores"] is not None:
+            cores = set(resources.share_of(sorted(os.sched_getaffinity(0)), *settings["cores"]))
 
         def before_exec() -> None:
             _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -236,7 +236,7 @@ class Agent:
 
     def _environment(self, number: int, settings: dict[str, Any]) -> dict[str, str]:
         environment = os.environ | self._job["environment"] | {job_environment.PROCESS: f"{os.getpid()}:{number}"}
-        if settings["share"] is not None and (gpus := resources.share_of(self._gpus, *settings["share"])):
+        if settings["gpus"] is not None and (gpus := resources.share_of(self._gpus, *settings["gpus"])):
             environment |= {"CUDA_VISIBLE_DEVICES": ",".join(gpus), job_environment.OWN_GPUS: "1"}
         if self._job["cluster"] is None:
             return environment

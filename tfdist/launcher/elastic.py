@@ -200,6 +200,7 @@ def _run_on(hosts: Hosts, wanted: Job, restart: int, members: Members, screen: S
     import asyncio
 
     from tfdist.launcher import run as launcher
+    from tfdist.launcher.hosts import places
 
     counts = ", ".join(f"{host}:{count}" for host, count in Counter(hosts).items())
     screen.console.print(f"Starting with {len(hosts)} workers: {counts}", highlight=False)
@@ -210,7 +211,7 @@ def _run_on(hosts: Hosts, wanted: Job, restart: int, members: Members, screen: S
         current = members.now()
         return len(current) >= members.minimum and Counter(current) != Counter(hosts)
 
-    attempt = launcher.Attempt(job_now, restart, screen, isolated=False, should_stop=have_changed)
+    attempt = launcher.Attempt(job_now, places(job_now), restart, screen, isolated=False, should_stop=have_changed)
     try:
         code = asyncio.run(attempt.run())
     except ClusterError as error:

@@ -11,18 +11,80 @@ import sys
 from asyncio.subprocess import PIPE
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 from tfdist.errors import ClusterError, UsageError
 from tfdist.launcher import agent
+from tfdist.launcher.job import Job
 from tfdist.launcher.process import Process, Stream
 
 # The streams of an agent, and a descriptor of asyncio's.
 FILES_PER_HOST = 4
 SECONDS_FOR_LAST_OUTPUT = 1.0
 CONNECTION_LOST = 255  # the exit code of ssh in this case
-MAX_LISTED_PORTS = 8
 MAX_LINE_BYTES = 1 << 20
+
+
+class Place:
+    """Where an agent runs; by default on this machine.
+
+    Attributes:
+        name: the name or the address of the host; `None` for this machine.
+        hint: what to check if the agent does not start.
+        has_own_gpus: whether the agent sees the GPUs of its processes alone, and not all GPUs of its host.
+    """
+
+    name: str | None = None
+    hint: ClassVar[str] = "check that this machine can start processes"
+    has_own_gpus: ClassVar[bool] = False
+
+    async def start_agent(self, ports: Sequence[str]) -> Any:
+        """Starts the agent, and returns it in the form of `asyncio.subprocess.Process`.
+
+        Args:
+            ports: the port to reserve for each of its processes, or 0.
+        """
+        return await _started([sys.executable, "-m", agent.__name__, *ports])
+
+
+class OverSsh(Place):
+    """Another host, on which ssh starts the agent.
+
+    Args:
+        name: the name of the host.
+        ssh: the command `ssh` with its options.
+    """
+
+    name: str
+    hint = "check that `ssh -o BatchMode=yes` reaches the host, and that tfdist is installed there at the same path"
+
+    def __init__(self, name: str, ssh: Sequence[str]):
+        self.name = name
+        self._ssh = ssh
+
+    async def start_agent(self, ports: Sequence[str]) -> Any:
+        command = shlex.join([sys.executable, "-m", agent.__name__, *ports])
+        remote = f"cd {shlex.quote(os.getcwd())} && exec {command}"
+        return await _started([*self._ssh, "--", self.name.strip("[]"), remote])
+
+
+def places(job: Job) -> list[Place]:
+    """The place of each rank: this machine, or one of the hosts of the job."""
+    ssh = ["ssh", *job.ssh_arguments()]
+    names = [job.host(rank) for rank in range(len(job.roles))]
+    by_name = {name: Place() if name is None else OverSsh(name, ssh) for name in names}
+    return [by_name[name] for name in names]
+
+
+async def _started(command: Sequence[str]) -> asyncio.subprocess.Process:
+    return await asyncio.create_subprocess_exec(
+        *command,
+        stdin=PIPE,
+        stdout=PIPE,
+        stderr=PIPE,
+        limit=MAX_LINE_BYTES,
+        start_new_session=True,  # Ctrl-C goes to the launcher, which forwards it
+    )
 
 
 @dataclass(eq=False)
@@ -30,7 +92,7 @@ class Host:
     """A host of a job: the agent on it, the connection to the agent, and its processes with their streams.
 
     Attributes:
-        name: the name of the host; `None` for this machine.
+        place: where the agent runs.
         processes: the host's processes, by their number on the host.
         streams: the output and the error stream of each process.
         ended: called with each process that has ended.
@@ -38,29 +100,18 @@ class Host:
         is_connected: whether the agent is running and reachable.
     """
 
-    name: str | None
+    place: Place
     processes: list[Process]
     streams: list[tuple[Stream, Stream]]
     ended: Callable[[Process], None]
     job: dict[str, Any] = field(default_factory=dict, init=False)
     is_connected: bool = field(default=False, init=False)
-    _agent: asyncio.subprocess.Process | None = field(default=None, init=False)
+    _agent: Any = field(default=None, init=False)
     _listening: asyncio.Task[None] | None = field(default=None, init=False)
 
-    async def open(self, ssh: Sequence[str]) -> None:
-        """Starts the agent; if the host has a name, with the command `ssh`."""
-        command = [sys.executable, "-m", agent.__name__, *(str(process.port) for process in self.processes)]
-        if self.name is not None:
-            remote = f"cd {shlex.quote(os.getcwd())} && exec {shlex.join(command)}"
-            command = [*ssh, "--", self.name.strip("[]"), remote]
-        self._agent = await asyncio.create_subprocess_exec(
-            *command,
-            stdin=PIPE,
-            stdout=PIPE,
-            stderr=PIPE,
-            limit=MAX_LINE_BYTES,
-            start_new_session=True,  # Ctrl-C goes to the launcher, which forwards it
-        )
+    async def open(self) -> None:
+        """Starts the agent."""
+        self._agent = await self.place.start_agent([str(process.port) for process in self.processes])
 
     async def connect(self, seconds: float, deadline: float) -> None:
         """Waits for the agent's first message, which has the ports of the processes.
@@ -97,25 +148,14 @@ class Host:
         names = self.processes[0].name
         if len(self.processes) > 1:
             names += f" and {len(self.processes) - 1} more"
-        location = f" on the host `{self.name}`" if self.name else ""
+        location = f" on the host `{self.place.name}`" if self.place.name else ""
         lines = output.decode(errors="replace").strip().splitlines() or ["there was no output"]
-        return ClusterError(
-            f"{names}{location} did not start{within}: {lines[-1].strip()}",
-            "check that `ssh -o BatchMode=yes` reaches the host, and that tfdist is installed there at the same path"
-            if self.name
-            else "check that this machine can start processes",
-        )
+        return ClusterError(f"{names}{location} did not start{within}: {lines[-1].strip()}", self.place.hint)
 
     def start(self, processes: Sequence[Process]) -> None:
         """Orders the agent to start these processes."""
         if processes:
             self.send({"job": self.job, "start": [self.processes.index(process) for process in processes]})
-
-    def listed_ports(self) -> str:
-        """The first ports of the processes, and how many more there are, as part of a sentence."""
-        ports = [str(process.port) for process in self.processes[:MAX_LISTED_PORTS]]
-        more = len(self.processes) - len(ports)
-        return f"{', '.join(ports)}{f' and {more} more' if more else ''} of {self.name or 'this machine'}"
 
     def send(self, order: Mapping[str, Any]) -> None:
         """Sends an order to the agent, if it is still connected."""

@@ -69,6 +69,7 @@ class Job:
         hosts: the host of each process, started over ssh in this order; if empty, all start on this machine.
         ssh_options: further options of `ssh`.
         mpi: start the processes with `mpirun`, which the launcher supervises.
+        on: "ray" to start each process in an actor of a Ray cluster; empty for `hosts`, or this machine.
         restarts: how often the job may be started again after a process has failed.
         expose: do not isolate the job's network.
         start_seconds: how long the processes wait for each other at the start.
@@ -86,6 +87,7 @@ class Job:
     hosts: tuple[str, ...] = ()
     ssh_options: tuple[str, ...] = ()
     mpi: bool = False
+    on: str = ""
     restarts: int = 0
     expose: bool = False
     start_seconds: float = 60.0
@@ -104,8 +106,20 @@ class Job:
         checked_seconds("--start-seconds", self.start_seconds)
         if self.mpi and self.ps:
             raise UsageError(f"`--ps` is {self.ps}, but MPI has no parameter servers", "leave `--ps` or `--mpi` out")
+        if self.on:
+            self._check_cluster()
         if not self.command:
             raise UsageError("There is no program to start", "name a script, or a module after `-m`")
+
+    def _check_cluster(self) -> None:
+        if self.on != "ray":
+            raise UsageError(f"`--on` is `{self.on}`", "use `ray`")
+        for option, is_set in (("--hosts", self.hosts), ("--mpi", self.mpi)):
+            if is_set:
+                raise UsageError(
+                    f"`{option}` is set with `--on {self.on}`, which starts the processes itself",
+                    f"leave `{option}` or `--on` out",
+                )
 
     @property
     def roles(self) -> list[tuple[str, int]]:

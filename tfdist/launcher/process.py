@@ -134,22 +134,20 @@ class Stream:
         process: the process.
         out: the output to show the stream on; `None` hides it.
         by_line: show whole lines, each with the name of the process before it, except for rank 0.
-        unfiltered: also show the lines of TensorFlow's C++ code that `NoiseFilter` removes.
     """
 
-    def __init__(self, process: Process, out: Output | None, by_line: bool, unfiltered: bool):
+    def __init__(self, process: Process, out: Output | None, by_line: bool):
         self._process = process
         self._out = out
         self._by_line = by_line
-        self._filter = None if unfiltered else NoiseFilter()
+        self._filter = NoiseFilter()
         self._prefix = f"[{process.name}] ".encode() if by_line and process.rank else b""
         self._pending = b""  # the beginning of a line
 
     async def write(self, chunk: bytes) -> None:
         """Logs and shows a chunk of output."""
         await self._process.keep(chunk)
-        if self._filter is not None:
-            chunk = self._filter.filter(chunk)
+        chunk = self._filter.filter(chunk)
         if self._by_line:
             *lines, self._pending = (self._pending + chunk).split(b"\n")
             chunk = b"".join(self._prefix + line + b"\n" for line in lines)
@@ -158,7 +156,7 @@ class Stream:
 
     async def end(self) -> None:
         """Shows the beginning of an unfinished line that was held back."""
-        pending = self._pending + (self._filter.end() if self._filter is not None else b"")
+        pending = self._pending + self._filter.end()
         self._pending = b""
         if pending and self._out is not None:
             await self._out.write(self._prefix + pending + b"\n" if self._by_line else pending)

@@ -19,7 +19,7 @@ import signal
 import socket
 import struct
 import sys
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +28,8 @@ from rich.text import Text
 
 from tfdist.errors import EXIT_CLUSTER, EXIT_INTERRUPTED, EXIT_RESHAPED, EXIT_USAGE, ClusterError, UsageError
 from tfdist.jobs import elastic, job_environment, ports
-from tfdist.launcher import agent, resources
-from tfdist.launcher.hosts import FILES_PER_HOST, Host
+from tfdist.launcher import agent, hosts, resources
+from tfdist.launcher.hosts import FILES_PER_HOST, Host, Place
 from tfdist.launcher.job import Job
 from tfdist.launcher.output import Output, Screen
 from tfdist.launcher.process import Process, Stream
@@ -45,6 +45,7 @@ SECONDS_FOR_SAME_ERROR = 1.0
 # With parameter servers, a job continues without a failed worker, which is started again up to this many starts.
 MAX_WORKER_STARTS = 4
 SECONDS_BETWEEN_POLLS = 1.0
+MAX_LISTED_PORTS = 8
 FORWARDED_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 # The exit codes after which a job is not started again.
@@ -64,11 +65,11 @@ def run(wanted: Job) -> int:
         ClusterError: a process did not start.
         UsageError: the logs cannot be written.
     """
-    isolated = not wanted.hosts and not wanted.expose and isolate()
+    isolated = not wanted.hosts and not wanted.on and not wanted.expose and isolate()
     wanted.argv()  # reports a missing program before anything starts
-    with Screen(wanted.log_dir) as screen:
+    with _cluster(wanted) as places, Screen(wanted.log_dir) as screen:
         for restart in range(wanted.restarts + 1):
-            code = asyncio.run(Attempt(wanted, restart, screen, isolated).run())
+            code = asyncio.run(Attempt(wanted, places(), restart, screen, isolated).run())
             if code in FINAL_CODES:
                 break
             if restart < wanted.restarts:
@@ -76,11 +77,24 @@ def run(wanted: Job) -> int:
     return code
 
 
+@contextlib.contextmanager
+def _cluster(wanted: Job) -> Iterator[Callable[[], Sequence[Place]]]:
+    """What tells the place of each rank before a start."""
+    if wanted.on:
+        from tfdist.launcher import on_ray
+
+        with on_ray.cluster(wanted) as cluster:
+            yield cluster.places
+    else:
+        yield lambda: hosts.places(wanted)
+
+
 class Attempt:
     """One start of a job.
 
     Args:
         wanted: the job.
+        places: where the agent of each rank runs.
         restart: how often the job was started before.
         screen: shows the output of the processes and messages about them.
         isolated: whether the job runs in a network namespace.
@@ -91,9 +105,16 @@ class Attempt:
     """
 
     def __init__(
-        self, wanted: Job, restart: int, screen: Screen, isolated: bool, should_stop: Callable[[], bool] | None = None
+        self,
+        wanted: Job,
+        places: Sequence[Place],
+        restart: int,
+        screen: Screen,
+        isolated: bool,
+        should_stop: Callable[[], bool] | None = None,
     ):
         self.job = wanted
+        self.places = places
         self.restart = restart
         self.screen = screen
         self.console = screen.console
@@ -134,30 +155,30 @@ class Attempt:
         cluster = json.dumps(self.job.cluster([process.address for process in self.processes]))
         environment = environment_of(self.job, self.restart, self.should_stop is not None, self.isolated)
         for host in self.hosts:
-            host.job = job_of_host(self.job, host.processes, None if self.job.mpi else cluster, environment)
+            host.job = job_of_host(self.job, host, self.processes, None if self.job.mpi else cluster, environment)
             host.start(host.processes)
 
     def _create_processes(self) -> None:
         """Creates the objects of the processes and hosts, and the logs, without starting anything."""
-        ranks_of: dict[str | None, list[int]] = {}
-        for rank in range(len(self.job.roles)):
-            ranks_of.setdefault(self.job.host(rank), []).append(rank)
+        ranks_of: dict[Place, list[int]] = {}
+        for rank, place in enumerate(self.places):
+            ranks_of.setdefault(place, []).append(rank)
         count = len(self.job.roles)
         files = count + FILES_PER_HOST * len(ranks_of)  # each process has a log
-        location = f"{len(ranks_of)} hosts" if self.job.hosts else "this machine"
+        location = f"{len(ranks_of)} agents" if self.places[0].name else "this machine"
         resources.require_files(files, f"The launcher of {count} processes on {location}")
         for rank, (role, index) in enumerate(self.job.roles):
             log = self._open_log(f"{role} {index}")
-            self.processes.append(Process(rank, role, index, self.job.host(rank), log))
-        for name, ranks in ranks_of.items():
+            self.processes.append(Process(rank, role, index, self.places[rank].name, log))
+        for place, ranks in ranks_of.items():
             processes = [self.processes[rank] for rank in ranks]
             streams = [self._streams(process) for process in processes]
-            self.hosts.append(Host(name, processes, streams, self.events.put_nowait))
+            self.hosts.append(Host(place, processes, streams, self.events.put_nowait))
 
     async def _connect(self, hosts: Sequence[Host]) -> None:
         """Starts the agents of these hosts, and waits for the ports of their processes."""
         for host in hosts:
-            await host.open(["ssh", *self.job.ssh_arguments()])
+            await host.open()
         deadline = asyncio.get_running_loop().time() + self.job.start_seconds
         for host in hosts:
             try:
@@ -167,8 +188,11 @@ class Attempt:
                 raise
 
     def _print_open_ports(self) -> None:
-        reason = "" if self.job.hosts or self.job.expose else "The system does not allow a network namespace. "
-        places = "; ".join(host.listed_ports() for host in self.hosts)
+        reason = "" if self.places[0].name or self.job.expose else "The system does not allow a network namespace. "
+        ports_of: dict[str, list[str]] = {}
+        for process in self.processes:
+            ports_of.setdefault(process.host or "this machine", []).append(str(process.port))
+        places = "; ".join(f"{_first_of(ports)} of {name}" for name, ports in ports_of.items())
         self.console.print(
             f"{reason}While TensorFlow's servers run, as with `multiworker` and `parameter_server`, anyone who can "
             f"reach these ports can run code as you: {places}.",
@@ -195,7 +219,7 @@ class Attempt:
         err = self.screen.err if process.rank == 0 else out
         # Output of several processes must not be mixed within a line, but a progress bar is shown as it moves.
         by_line = self.job.verbose and not has_terminal(process)
-        return Stream(process, out, by_line, self.job.verbose), Stream(process, err, by_line, self.job.verbose)
+        return Stream(process, out, by_line), Stream(process, err, by_line)
 
     async def _wait(self) -> int:
         """Waits until all processes have ended, one has failed, or the user has sent an ending signal."""
@@ -297,19 +321,28 @@ class Attempt:
         return first.returncode
 
 
+def _first_of(ports: Sequence[str]) -> str:
+    """The first ports, and how many more there are, as part of a sentence."""
+    more = len(ports) - MAX_LISTED_PORTS
+    return ", ".join(ports[:MAX_LISTED_PORTS]) + (f" and {more} more" if more > 0 else "")
+
+
 def job_of_host(
-    job: Job, processes: Sequence[Process], cluster: str | None, environment: Mapping[str, str]
+    job: Job, host: Host, processes: Sequence[Process], cluster: str | None, environment: Mapping[str, str]
 ) -> dict[str, Any]:
-    """Returns the part of a job that one host runs, as its agent expects it.
+    """Returns the part of a job that one agent runs, as it expects it.
 
     Args:
         job: the job.
-        processes: the processes of this host, by their number on the host.
+        host: the agent's host.
+        processes: all processes of the job.
         cluster: the addresses of all processes by role, as JSON; `None` if the processes need no addresses.
         environment: the variables of all processes.
     """
-    training = [process for process in processes if process.role == "worker"]
+    # Several agents may run on one machine.
+    training = [process for process in processes if process.role == "worker" and process.host == host.place.name]
     shares = {process: [number, len(training)] for number, process in enumerate(training)}
+    all_gpus = [0, 1] if host.place.has_own_gpus else None
     return {
         "argv": job.argv(),
         "cwd": os.getcwd(),
@@ -320,10 +353,11 @@ def job_of_host(
             {
                 "role": process.role,
                 "index": process.index,
-                "share": shares.get(process),
+                "cores": shares.get(process),
+                "gpus": shares.get(process) and (all_gpus or shares[process]),
                 "output": agent.TERMINAL if has_terminal(process) else agent.MERGED if process.rank else agent.SEPARATE,
             }
-            for process in processes
+            for process in host.processes
         ],
     }
 

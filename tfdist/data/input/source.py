@@ -100,6 +100,14 @@ class Source:
         self._stored: dict[str, StoredArrays] = {}
         self._pipelines: dict[FeedArguments, ArrayFeed | LargeExamples] = {}
 
+    def __repr__(self) -> str:
+        counts = ", ".join(f"{count} {split}" for split, count in self.spec.examples.items() if count)
+        classes = f"; {self.spec.classes} classes" if self.spec.classes else ""
+        return (
+            f"<tfdist data `{self.spec.name}` for {self.spec.task}: {counts} examples of shape "
+            f"{self.spec.input_shape}{classes}>"
+        )
+
     @classmethod
     def from_arrays(
         cls,

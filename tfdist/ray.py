@@ -1,0 +1,82 @@
+"""The callback `Report` for training functions of Ray Train: results, checkpoints, and an exact continuation.
+
+    def train_loop():
+        strategy = tfdist.strategy("multiworker")
+        with strategy.scope():
+            model = build_model()
+            model.compile("adam", "mse")
+        strategy.prepare(model)
+        model.fit(x, y, batch_size=64, epochs=10, callbacks=[tfdist.ray.Report()])
+
+    TensorflowTrainer(train_loop, scaling_config=ScalingConfig(num_workers=2)).fit()
+
+Ray starts `train_loop` in each of its workers, with a TF_CONFIG that names all of them. After a failure it starts all
+of them again, and `Report` continues from the checkpoint that was reported last.
+
+Source: Ray 2.60, "Get Started with Distributed Training using TensorFlow/Keras", "Saving and Loading Checkpoints",
+https://docs.ray.io/en/latest/train/distributed-tensorflow-keras.html.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from typing import Any
+
+from tfdist.callbacks.checkpoint import Checkpoint
+from tfdist.errors import UsageError
+
+try:
+    import ray.train
+except ImportError as error:
+    raise UsageError(
+        "`tfdist.ray` needs the package `ray`, which is not installed", "install it with `pip install 'ray[train]'`"
+    ) from error
+
+
+class Report(Checkpoint):
+    """Reports to Ray Train after each epoch, with a checkpoint, and continues from the last one after a failure.
+
+    The checkpoint is the one of `tfdist.callbacks.Checkpoint`, with which a training that is continued ends with the
+    weights of one that was never interrupted; the chief writes it, and Ray stores it.
+
+    Args:
+        every_steps: the number of steps between checkpoints, counted over the whole run; `None` for the ends of epochs
+            alone. A checkpoint within an epoch is reported with the metrics of the epoch so far.
+        every_epochs: the number of epochs between checkpoints. The last epoch has always one.
+
+    Raises:
+        UsageError: this is not a worker of Ray Train.
+    """
+
+    def __init__(self, every_steps: int | None = None, every_epochs: int | None = 1):
+        self._temporary = tempfile.TemporaryDirectory(prefix="tfdist-ray-")
+        super().__init__(self._temporary.name, every_steps, every_epochs, keep=1, resume=True)
+        try:
+            self._before = ray.train.get_checkpoint()
+            context = ray.train.get_context()
+        except RuntimeError as error:
+            raise UsageError(
+                "`tfdist.ray.Report` was made outside of a training function of Ray Train",
+                "make it in the function that is given to `TensorflowTrainer`",
+            ) from error
+        if self._before is not None and context.get_world_rank() == 0:
+            self._before.to_directory(self.folder)
+
+    def save_within_epoch(self, logs: dict[str, Any]) -> None:
+        """Saves and reports if a checkpoint is due."""
+        before = self._position.step_saved
+        super().save_within_epoch(logs)
+        if self._position.step_saved != before:
+            self._report(logs)
+
+    def save_at_epoch_end(self, epoch: int, logs: dict[str, Any]) -> None:
+        """Saves if a checkpoint is due, and reports."""
+        super().save_at_epoch_end(epoch, logs)
+        self._report({**logs, "epoch": epoch})
+
+    def _report(self, logs: dict[str, Any]) -> None:
+        self._finish_write()
+        is_new = self._position.step_saved == self.step
+        folder = self.folder if is_new and self._peers.world.is_chief else None
+        checkpoint = None if folder is None else ray.train.Checkpoint.from_directory(folder)
+        ray.train.report(dict(logs), checkpoint=checkpoint)
