@@ -29,7 +29,7 @@ if "ipykernel" in sys.modules:
     # A notebook shows what TensorFlow's C++ code logs. The variable takes effect if TensorFlow is imported later.
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "1")
 
-_PUBLIC_MODULES = ("callbacks", "data", "models", "ray")
+_PUBLIC_MODULES = ("callbacks", "data", "models", "ray", "spark")
 _FUNCTIONS = {"launch_notebook": "notebook"}
 
 

@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from tfdist.errors import EXIT_USAGE, ClusterError, TfdistError, UsageError
-from tfdist.launcher import call
+from tfdist.launcher import call, lifetime
 from tfdist.launcher import function as calls
 
 CHUNK_BYTES = 1 << 16
@@ -61,8 +61,9 @@ def launch_notebook(function: Callable[..., Any], args: Sequence[Any] = (), work
     """
     _refuse_held_gpus()
     count = workers + ps + bool(ps)  # with parameter servers, the chief is an additional process
+    pickled = calls.pickled(function, args, {})
     folder = Path(tempfile.mkdtemp(prefix="tfdist-notebook-"))
-    calls.write_call(folder, function, args)
+    calls.write_call(folder, pickled)
     options = ["--workers", str(workers), "--ps", str(ps), "--log-dir", str(folder / "logs"), "--verbose"]
     code = _run([sys.executable, "-m", "tfdist.launch", *options, "-m", call.__name__, str(folder)])
     ended = calls.outcomes(folder, count)
@@ -94,7 +95,12 @@ def _refuse_held_gpus() -> None:
 def _run(command: Sequence[str]) -> int:
     """Runs the launcher, shows its output, and returns its exit code."""
     with subprocess.Popen(
-        command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True
+        command,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,
+        preexec_fn=lambda: lifetime.end_with_parent(signal.SIGTERM),  # noqa: PLW1509 - it calls one C function
     ) as launcher:
         assert launcher.stdout is not None
         try:

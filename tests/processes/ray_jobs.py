@@ -159,7 +159,7 @@ def tuned(folder):
         one.fit()
 
     tuner = ray.tune.Tuner(
-        ray.tune.with_resources(trial, {"CPU": 0.01}),
+        trial,
         param_space={"rate": ray.tune.grid_search([0.05, 0.0])},
         tune_config=ray.tune.TuneConfig(metric="loss", mode="min", max_concurrent_trials=1),
         run_config=ray.tune.RunConfig(storage_path=str(folder), name="tune"),

@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import ctypes
 import json
 import os
 import pty
@@ -37,7 +36,7 @@ import psutil
 
 from tfdist.errors import UsageError
 from tfdist.jobs import job_environment, ports
-from tfdist.launcher import resources
+from tfdist.launcher import lifetime, resources
 
 SECONDS_TO_END = 4.0
 # How long to read from a process that has ended: a descendant may keep its streams open.
@@ -54,7 +53,6 @@ CHUNK_BYTES = 1 << 16
 OUT, ERR, EXIT = range(3)
 _HEADER = struct.Struct("!BII")  # kind, number of the process, bytes of content
 _INPUT, _OUTPUT = 0, 1
-_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 
 
 def frame(kind: int, number: int, content: bytes) -> bytes:
@@ -199,7 +197,7 @@ class Agent:
             cores = set(resources.share_of(sorted(os.sched_getaffinity(0)), *settings["cores"]))
 
         def before_exec() -> None:
-            _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+            lifetime.end_with_parent(signal.SIGKILL)
             # TensorFlow, oneDNN and tf.data create one thread per core of the affinity mask.
             if cores:
                 os.sched_setaffinity(0, cores)
@@ -373,7 +371,7 @@ def main(*requested_ports: str) -> int:
         print(json.dumps({"refused": [error.sentence, error.hint]}), flush=True)
         return error.exit_code
     # Orphaned descendants of the processes become children of the agent, which kills them.
-    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+    lifetime.adopt_descendants()
     with contextlib.ExitStack() as reservations:
         sockets = [reservations.enter_context(ports.hold(int(port))) for port in requested_ports]
         print(json.dumps({"ports": [reserved.getsockname()[1] for reserved in sockets]}), flush=True)
@@ -390,10 +388,6 @@ def _kill_children() -> None:
     for process in psutil.Process().children(recursive=True):
         with contextlib.suppress(psutil.Error):
             process.kill()
-
-
-def _prctl(option: int, value: int) -> None:
-    ctypes.CDLL(None, use_errno=True).prctl(option, value, 0, 0, 0)
 
 
 if __name__ == "__main__":

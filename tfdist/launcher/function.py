@@ -43,22 +43,25 @@ class Outcome:
     unix_seconds: float = 0.0
 
 
-def write_call(
-    folder: Path, function: Callable[..., Any], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
-) -> None:
-    """Writes a call into a folder. A function of `__main__`, as those of a notebook, is written itself.
+def pickled(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> bytes:
+    """A call as bytes. A function of `__main__`, as those of a notebook, is contained itself.
 
     Raises:
         UsageError: the function, or something that it uses, cannot be pickled.
     """
     try:
-        call = cloudpickle.dumps((function, tuple(args), dict(kwargs or {})))
+        call = cloudpickle.dumps((function, tuple(args), dict(kwargs)))
     except Exception as error:  # whatever the objects that the function uses raise
         raise UsageError(
             f"The function `{getattr(function, '__name__', function)}` cannot be sent to other processes: {error}",
             "create strategies, models and open files inside of the function",
         ) from error
-    (folder / CALL).write_bytes(pickle.dumps((sys.path, call)))
+    return pickle.dumps((sys.path, call))
+
+
+def write_call(folder: Path, call: bytes) -> None:
+    """Writes what `pickled` returned into a folder."""
+    (folder / CALL).write_bytes(call)
 
 
 def read_call(folder: Path) -> Callable[[], Any]:

@@ -127,7 +127,7 @@ class Cluster:
         )
         return ClusterError(
             f"The Ray cluster had no room for the {len(self._bundles)} processes of the job within "
-            f"{self._job.start_seconds:g} s: they need {wanted}, and {there or 'nothing'} is free",
+            f"{self._job.start_seconds:g} s (needed: {wanted}; free: {there or 'nothing'})",
             "start fewer processes, or wait for other jobs; `ray status` shows what there is"
             + ("; with `CUDA_VISIBLE_DEVICES=` the job needs no GPUs" if self._total()["GPU"] else ""),
         )
