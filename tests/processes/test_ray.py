@@ -306,7 +306,8 @@ def test_a_node_that_is_lost_ends_the_job_by_name(tmp_path, script, tmp_path_fac
             second.end(signal.SIGKILL)
             code, out, err = job.end(90)
             assert code == 3, out + err
-            assert re.search(r"worker [01]", out + err)
+            assert re.search(r"worker [01] ended with exit code 3", out + err)
+            assert "is lost" in out + err
             assert psutil.wait_procs(processes, 30)[1] == []
     finally:
         for node in (second, first):

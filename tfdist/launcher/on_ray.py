@@ -18,9 +18,9 @@ from asyncio.subprocess import PIPE
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from tfdist.errors import ClusterError, UsageError
+from tfdist.errors import EXIT_CLUSTER, ClusterError, UsageError
 from tfdist.launcher import agent
-from tfdist.launcher.hosts import CONNECTION_LOST, MAX_LINE_BYTES, Place
+from tfdist.launcher.hosts import MAX_LINE_BYTES, Place
 from tfdist.launcher.job import Job
 
 try:
@@ -166,7 +166,7 @@ class Bundle(Place):
             num_gpus=self._resources.get("GPU", 0),
             scheduling_strategy=self._where,
         ).remote()
-        process = _ActorProcess(actor)
+        process = _ActorProcess(actor, self.name)
         await process.start([sys.executable, "-m", agent.__name__, *ports], os.getcwd())
         return process
 
@@ -208,8 +208,9 @@ _RemoteActor = ray.remote(max_restarts=0, max_concurrency=16)(_Actor)
 class _ActorProcess:
     """The launcher's side of the connection, in the form of `asyncio.subprocess.Process`."""
 
-    def __init__(self, actor: Any):
+    def __init__(self, actor: Any, node: str):
         self._actor = actor
+        self._node = node
         self.returncode: int | None = None
         self.stdin = _Input(actor)
         self._outputs = [_Output(actor, number) for number in range(OUTPUTS)]
@@ -234,8 +235,9 @@ class _ActorProcess:
             await asyncio.gather(*(output.copy() for output in self._outputs))
             self.returncode = await self._actor.wait.remote()
         except (ray.exceptions.RayActorError, ray.exceptions.RayTaskError) as error:
-            self.stderr.feed_data(f"{error}\n".encode())
-            self.returncode = CONNECTION_LOST
+            reason = str(error).strip().partition("\n")[0]
+            self.stderr.feed_data(f"error: The actor of Ray on the node {self._node} is lost: {reason}\n".encode())
+            self.returncode = EXIT_CLUSTER
         finally:
             for output in self._outputs:
                 output.reader.feed_eof()
