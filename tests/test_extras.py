@@ -137,6 +137,24 @@ def test_the_locks_agree_have_every_declared_package_and_name_no_host():
         assert "://" not in (ROOT / lock).read_text(encoding="utf-8")
 
 
+@pytest.mark.parametrize("name", ["Dockerfile", "Dockerfile.gpu"])
+def test_a_dockerfile_copies_what_pip_install_needs(name):
+    lines = (ROOT / "docker" / name).read_text(encoding="utf-8").splitlines()
+    copied = [source for line in lines if line.startswith("COPY ") for source in line.split()[1:-1]]
+    assert {"pyproject.toml", PROJECT["readme"], *PROJECT["license-files"], "tfdist", "models", "strategies"} < set(
+        copied
+    )
+    assert all((ROOT / source).exists() for source in copied)
+    (tensorflow,) = (pin.partition("==")[2] for pin in pins("requirements.lock") if pin.startswith("tensorflow=="))
+    image = next(line for line in lines if line.startswith("FROM "))
+    assert "python:3.12" in image or image == f"FROM tensorflow/tensorflow:{tensorflow}-gpu"
+
+
+def test_the_description_of_the_package_has_no_link_that_leads_nowhere():
+    text = (ROOT / PROJECT["readme"]).read_text(encoding="utf-8")
+    assert "](" not in text and all((ROOT / name).exists() for name in re.findall(r"`(\S+\.md)`", text))
+
+
 # Elsewhere: the package as pip installs it, without an extra, and without a checkout.
 
 
