@@ -25,6 +25,12 @@ from typing import Any
 
 from tfdist.errors import MissingPackageError
 
+# What needs the extras that `tfdist doctor` mentions if they are missing.
+USES = {
+    "train": "Datasets by name and the pictures of runs",
+    "report": "Reports and their pictures",
+    "profile": "Summaries of traces and TensorBoard",
+}
 PACKAGE = Path(__file__).resolve().parent
 HOROVOD_SCRIPT = PACKAGE / "groups" / "install_horovod.sh"
 

@@ -28,7 +28,7 @@ SUBJECT = "versions"
 
 def findings() -> list[Finding]:
     """The findings about the installed versions."""
-    findings = [*_unmet_requirements(), *_several_tensorflows(), *_settings()]
+    findings = [*_unmet_requirements(), *_several_tensorflows(), *_settings(), *_missing_extras()]
     if any(finding.is_problem for finding in findings):
         return findings
     versions = [f"{name} {installed(name)}" for name in PACKAGES if installed(name)]
@@ -107,6 +107,13 @@ def _several_tensorflows() -> Iterator[Finding]:
             f"{' and '.join(f'{name} {installed(name)}' for name in names)} are installed, which overwrite each other",
             f"pip uninstall --yes {' '.join(names)} && pip install '{requirement('tensorflow')}'",
         )
+
+
+def _missing_extras() -> Iterator[Finding]:
+    for extra, uses in extras.USES.items():
+        package = extras.missing(extra)
+        if package is not None:
+            yield note(SUBJECT, f"{uses} need {package}, which is not installed", extras.command(extra))
 
 
 def _settings() -> Iterator[Finding]:
