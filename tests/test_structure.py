@@ -13,6 +13,7 @@ AT_THE_TOP = {
     "advise",
     "compare",
     "errors",
+    "extras",
     "files",
     "redaction",
     "launch",

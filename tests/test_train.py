@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 
-from tfdist import data, models, train
+from tfdist import data, extras, models, train
 from tfdist.errors import RunFolderError, UnknownNameError, UsageError
 from tfdist.run import config as configs
 from tfdist.run import folder as folders
@@ -126,7 +126,9 @@ def test_a_missing_package_is_told_once_before_processes_are_started(tmp_path, s
     )
     assert done.returncode == 2
     said = f"The strategy `{strategy}` needs the package `{package}`, which is not installed"
-    assert (done.stdout + done.stderr).count(said) == 1 and "hint: run `make horovod`" in done.stderr
+    assert (done.stdout + done.stderr).count(
+        said
+    ) == 1 and f"hint: run `{extras.command_of_engine(package)}`" in done.stderr
     assert not (tmp_path / "run").exists()
 
 

@@ -17,7 +17,7 @@ from typing import Any
 
 import click
 
-from tfdist import registry, strategies, terminal
+from tfdist import extras, registry, strategies, terminal
 from tfdist.advisor import costs, measured
 from tfdist.advisor.costs import Compute, Link, Prediction, link_of
 from tfdist.data.tools import for_model
@@ -42,7 +42,8 @@ def draw_predictions(predictions: Sequence[Prediction], path: Path) -> None:
     Raises:
         UsageError: the file cannot be written.
     """
-    import altair
+    with extras.importing("report", "The picture of `--curves`"):
+        import altair
 
     single = next(prediction.examples_per_second for prediction in predictions if prediction.strategy == "single")
     counts = sorted({prediction.workers for prediction in predictions} | {1})
@@ -111,6 +112,7 @@ def command(
     _check_workers(counts, cores, batch_size, described)
     if picture is not None:
         require_format(picture)
+        extras.require("report", "The picture of `--curves`")
     data_options = registry.parse_options(data_option, "--data-option")
     source = for_model.load(options["model"], options["dataset"], options["data_dir"], **data_options)
     examples = source.spec.examples["train"]

@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
-from tfdist import data, models, registry, report, strategies, terminal, train
+from tfdist import data, extras, models, registry, report, strategies, terminal, train
 from tfdist.errors import UsageError
 from tfdist.study import measure, plan
 from tfdist.study.measure import Measured, Turn
@@ -74,6 +74,7 @@ def _compare(
     **options: Any,
 ) -> int:
     """Measure strategies on equal work, in turns, and report which strategy is fastest, and by how much."""
+    require_extras(tensorboard is not None)
     prices = report.prices_of(price)
     settings = {} if matrix is None else plan.read(matrix)
     names = _list(strategies)
@@ -100,6 +101,13 @@ def _compare(
     failed = run(study, folder, resume, run_seconds)
     report.show([folder], folder, prices, tensorboard)
     return int(failed)
+
+
+def require_extras(tensorboard: bool) -> None:
+    """Raises `MissingPackageError` before the first run if the report at the end could not be made."""
+    extras.require("report", "The report of `tfdist compare`")
+    if tensorboard:
+        extras.require("profile", "`--tensorboard`")
 
 
 def _check_names(study: plan.Plan) -> None:

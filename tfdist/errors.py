@@ -2,7 +2,8 @@
 
     TfdistError                  exit code 2: the user's input, or the machine, needs a change
     ├── UsageError               an invalid option or argument (also a ValueError)
-    │   └── UnknownNameError     a name that is not registered; lists the known names
+    │   ├── UnknownNameError     a name that is not registered; lists the known names
+    │   └── MissingPackageError  an optional package that is not installed
     ├── DataError                a dataset that is missing, empty or inconsistent
     ├── NonFiniteLossError       the loss became NaN or infinite at a step
     ├── VerificationError        steps on several replicas differ from those of one device
@@ -93,6 +94,13 @@ class UnknownNameError(UsageError):
         names = ", ".join(f"`{k}`" for k in known)
         hint = hint or (f"did you mean `{similar[0]}`?" if similar else f"use one of {names}")
         super().__init__(f"Unknown {kind} `{name}`: the names are {names}", hint)
+
+
+class MissingPackageError(UsageError):
+    """An optional package that is not installed."""
+
+    def __init__(self, purpose: str, package: str, hint: str):
+        super().__init__(f"{purpose} needs the package `{package}`, which is not installed", hint)
 
 
 class DataError(TfdistError):

@@ -22,15 +22,12 @@ from __future__ import annotations
 import tempfile
 from typing import Any
 
+from tfdist import extras
 from tfdist.callbacks.checkpoint import Checkpoint
 from tfdist.errors import UsageError
 
-try:
+with extras.importing("ray", "`tfdist.ray`"):
     import ray.train
-except ImportError as error:
-    raise UsageError(
-        "`tfdist.ray` needs the package `ray`, which is not installed", "install it with `pip install 'ray[train]'`"
-    ) from error
 
 
 class Report(Checkpoint):

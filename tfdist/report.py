@@ -17,9 +17,9 @@ from typing import Any
 
 import click
 
-from tfdist import files, terminal
+from tfdist import extras, files, terminal
 from tfdist.errors import RunFolderError
-from tfdist.study import page, results, runs, summary, verdicts
+from tfdist.study import results, runs, summary, verdicts
 from tfdist.study.prices import NO_PRICES, Prices
 from tfdist.study.results import Comparison
 from tfdist.study.runs import Run
@@ -62,6 +62,8 @@ def command(
     """Write a report on runs: folders of `tfdist train` and `tfdist compare`, or folders that contain them."""
     html = show(folders, out, prices_of(price), tensorboard)
     if is_served:
+        from tfdist.study import page
+
         with page.serving(html, port) as server, suppress(KeyboardInterrupt):
             click.echo(f"The report is at {page.address(server)} until Ctrl+C.")
             threading.Event().wait()
@@ -73,6 +75,8 @@ def show(folders: Sequence[Path], out: Path, prices: Prices, tensorboard: Path |
     Raises:
         RunFolderError: there is no run, a run cannot be read, or the report cannot be written.
     """
+    with extras.importing("report", "The report"):
+        from tfdist.study import page
     comparisons = results.of_runs(runs.load(folders), prices)
     html, picture = page.html(comparisons), page.picture(comparisons)
     written = {"report.html": html, "report.md": summary.markdown(comparisons, "report.svg" if picture else "")}
@@ -99,7 +103,9 @@ def show(folders: Sequence[Path], out: Path, prices: Prices, tensorboard: Path |
 def write_events(comparisons: Sequence[Comparison], folder: Path) -> None:
     """Writes the events of all runs below `folder`, with a folder for each run."""
     import tensorflow as tf
-    from tensorboard.plugins.hparams import api
+
+    with extras.importing("profile", "`--tensorboard`"):
+        from tensorboard.plugins.hparams import api
 
     with tf.summary.create_file_writer(str(folder)).as_default():
         api.hparams_config(

@@ -32,20 +32,17 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from tfdist import extras
 from tfdist.errors import ClusterError, TfdistError, UsageError
 from tfdist.jobs import job_environment, ports
 from tfdist.jobs.world import World
 from tfdist.launcher import call, lifetime
 from tfdist.launcher import function as calls
 
-try:
+with extras.importing("spark", "`tfdist.spark`"):
     from py4j.protocol import Py4JJavaError
     from pyspark import BarrierTaskContext, SparkContext
     from pyspark.sql import SparkSession
-except ImportError as error:
-    raise UsageError(
-        "`tfdist.spark` needs the package `pyspark`, which is not installed", "install it with `pip install pyspark`"
-    ) from error
 
 # A task whose process has lost another one gives the task of that process time to fail first.
 SECONDS_FOR_CAUSE = 3.0

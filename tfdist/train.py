@@ -27,9 +27,17 @@ from typing import TYPE_CHECKING, Any, TextIO
 import click
 import psutil
 
-from tfdist import data, models, redaction, registry, startup, strategies, terminal
+from tfdist import data, extras, models, redaction, registry, startup, strategies, terminal
 from tfdist.data.input import augmentation
-from tfdist.errors import EXIT_INTERRUPTED, EXIT_USAGE, ClusterError, TfdistError, UsageError, VerificationError
+from tfdist.errors import (
+    EXIT_INTERRUPTED,
+    EXIT_USAGE,
+    ClusterError,
+    MissingPackageError,
+    TfdistError,
+    UsageError,
+    VerificationError,
+)
 from tfdist.jobs import job_environment, process_exit
 from tfdist.jobs.world import World
 from tfdist.launcher import job
@@ -385,10 +393,8 @@ def _require_package(config: TrainConfig) -> None:
     """Raises `UsageError` once if the strategy's package is missing, instead of one error per process."""
     package = config.traits.package
     if package is not None and importlib.util.find_spec(package) is None:
-        raise UsageError(
-            f"The strategy `{config.strategy}` needs the package `{package}`, which is not installed",
-            "run `make horovod`, which installs MPI, mpi4py and Horovod",
-        )
+        hint = f"run `{extras.command_of_engine(package)}`"
+        raise MissingPackageError(f"The strategy `{config.strategy}`", package, hint)
 
 
 def new_run_dir(config: TrainConfig, job_name: str) -> Path:

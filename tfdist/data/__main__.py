@@ -9,7 +9,7 @@ from typing import Any
 import click
 import numpy as np
 
-from tfdist import data, registry, terminal
+from tfdist import data, extras, registry, terminal
 from tfdist.data.input import augmentation as augmentations
 from tfdist.data.input import bad_examples
 from tfdist.data.spec import PADDING, DataSpec
@@ -93,7 +93,8 @@ def _print_table(source: data.Source, speed: Any, cores: int, bandwidth: float, 
 
 def draw_contact_sheet(path: Path, spec: DataSpec, x: Any, y: np.ndarray) -> None:
     """Writes a PNG of the first examples of (x, y), which `tfdist.data.spec` describes."""
-    from matplotlib.figure import Figure
+    with extras.importing("train", "The picture of the examples"):
+        from matplotlib.figure import Figure
 
     figure = Figure(figsize=(COLUMNS * _INCHES, ROWS * _INCHES), dpi=_DOTS, layout="constrained")
     if len(spec.input_shape) == 3:

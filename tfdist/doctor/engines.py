@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tfdist import startup
+from tfdist import extras, startup
 from tfdist.doctor import child
 from tfdist.doctor.finding import Finding, note, ok, problem
 from tfdist.doctor.packages import installed, requirement
@@ -29,9 +29,7 @@ SECONDS_TO_LOAD = 90.0
 SECONDS_TO_ANSWER = 10.0
 ENGINES = ("tensorflow", "mpi4py", "horovod")  # names of packages
 GROWTH = "TF_FORCE_GPU_ALLOW_GROWTH"
-INSTALL_MPI4PY = "pip install 'tfdist[mpi]'"
 INSTALL_MPI = "apt-get install openmpi-bin"
-INSTALL_HOROVOD = "make horovod"
 # The names in the output of `mpirun --version` and of MPI itself.
 LIBRARIES = ("Open MPI", "MPICH", "Intel(R) MPI", "MVAPICH")
 MPICH_LAUNCHERS = ("HYDRA", "MPICH")
@@ -85,7 +83,7 @@ def load(engine: str, seconds: float = SECONDS_TO_LOAD) -> LoadResult:
 def _install(engine: str) -> str:
     if engine == "tensorflow":
         return f"pip install --force-reinstall '{requirement('tensorflow')}'"
-    return {"mpi4py": INSTALL_MPI4PY, "horovod": INSTALL_HOROVOD}.get(engine, "")
+    return extras.command_of_engine(engine) if engine in ENGINES else ""
 
 
 def findings() -> list[Finding]:
@@ -188,10 +186,10 @@ def horovod_findings(result: LoadResult) -> list[Finding]:
     missing = [name for name in ("MPI", "Gloo") if name not in built]
     if len(missing) == 2:
         sentence = "Horovod was built with neither MPI nor Gloo, and cannot connect processes"
-        return [problem("Horovod", sentence, INSTALL_HOROVOD)]
+        return [problem("Horovod", sentence, extras.horovod_command())]
     sentence = f"Horovod {installed('horovod')} loads; it was built with {', '.join(built)}"
     if missing:
-        return [note("Horovod", f"{sentence}, but without {missing[0]}", INSTALL_HOROVOD)]
+        return [note("Horovod", f"{sentence}, but without {missing[0]}", extras.horovod_command())]
     return [ok("Horovod", sentence)]
 
 

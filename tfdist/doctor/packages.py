@@ -6,14 +6,13 @@ import functools
 import importlib.metadata
 import os
 import platform
-import tomllib
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 from packaging.requirements import InvalidRequirement, Requirement
 from packaging.specifiers import SpecifierSet
 
+from tfdist import extras
 from tfdist.doctor.finding import Finding, note, ok, problem
 
 # The packages that are listed and whose requirements are checked.
@@ -29,7 +28,7 @@ SUBJECT = "versions"
 
 def findings() -> list[Finding]:
     """The findings about the installed versions."""
-    findings = [*_unmet_requirements(), *_several_tensorflows(), *_settings()]
+    findings = [*_unmet_requirements(), *_several_tensorflows(), *_settings(), *_missing_extras()]
     if any(finding.is_problem for finding in findings):
         return findings
     versions = [f"{name} {installed(name)}" for name in PACKAGES if installed(name)]
@@ -75,7 +74,7 @@ def _requirements(package: str) -> list[Requirement]:
     try:
         lines = importlib.metadata.requires(package) or []
     except importlib.metadata.PackageNotFoundError:
-        lines = project_table()["dependencies"] if package == "tfdist" else []
+        lines = _project()["dependencies"] if package == "tfdist" else []
     requirements = []
     for line in lines:
         try:
@@ -92,14 +91,12 @@ def _required_python(package: str) -> str:
     try:
         return importlib.metadata.metadata(package)["Requires-Python"] or ""
     except importlib.metadata.PackageNotFoundError:
-        return project_table()["requires-python"] if package == "tfdist" else ""
+        return _project()["requires-python"] if package == "tfdist" else ""
 
 
-@functools.cache
-def project_table() -> dict[str, Any]:
+def _project() -> dict[str, Any]:
     """The `project` table of `pyproject.toml`, for a clone that is not installed."""
-    path = Path(__file__).resolve().parents[2] / "pyproject.toml"
-    return tomllib.loads(path.read_text(encoding="utf-8"))["project"] if path.exists() else {"dependencies": []}
+    return extras.project_table() or {"dependencies": [], "requires-python": ""}
 
 
 def _several_tensorflows() -> Iterator[Finding]:
@@ -110,6 +107,13 @@ def _several_tensorflows() -> Iterator[Finding]:
             f"{' and '.join(f'{name} {installed(name)}' for name in names)} are installed, which overwrite each other",
             f"pip uninstall --yes {' '.join(names)} && pip install '{requirement('tensorflow')}'",
         )
+
+
+def _missing_extras() -> Iterator[Finding]:
+    for extra, uses in extras.USES.items():
+        package = extras.missing(extra)
+        if package is not None:
+            yield note(SUBJECT, f"{uses} need {package}, which is not installed", extras.command(extra))
 
 
 def _settings() -> Iterator[Finding]:

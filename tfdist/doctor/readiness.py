@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from tfdist import strategies
+from tfdist import extras, strategies
 from tfdist.doctor import engines, job, links, machine, network, packages
 from tfdist.doctor.finding import Finding, problem
 
@@ -96,7 +96,7 @@ def _package(name: str) -> Iterator[Finding]:
     if name in engines.ENGINES:
         yield from _not_loaded(name)
     elif packages.installed(name) is None:
-        yield problem(name, f"{name} is not installed", f"pip install {name}")
+        yield problem(name, f"{name} is not installed", extras.command_of_engine(name))
 
 
 def _not_loaded(engine: str) -> Iterator[Finding]:

@@ -40,7 +40,7 @@ from typing import Any
 import psutil
 import tensorflow as tf
 
-from tfdist import files
+from tfdist import extras, files
 from tfdist.errors import ClusterError, UsageError
 from tfdist.groups import CollectiveCounter, ExchangeTotals, ProcessGroup, mpi
 from tfdist.jobs import ports, process_exit, rendezvous
@@ -56,7 +56,6 @@ LOOPBACK = "127.0.0.1"
 SECONDS_BETWEEN_LOOKS = 0.05  # of the rendezvous server, whether it is to end
 # How long rank 0 waits for the timelines that other ranks on its file system have begun.
 SECONDS_FOR_OTHERS = 20.0
-INSTALL = "run `make horovod`, or scripts/install_horovod.sh with the folder of the virtual environment"
 
 Event = dict[str, Any]
 _set_here: set[str] = set()  # the environment variables that `set_unless_set` has set
@@ -77,12 +76,12 @@ def load() -> Any:
     try:
         return importlib.import_module("horovod.tensorflow")
     except ModuleNotFoundError as error:
-        raise UsageError("Horovod is not installed", INSTALL) from error
+        raise UsageError("Horovod is not installed", f"run `{extras.horovod_command()}`") from error
     except Exception as error:  # loading its library raises errors of many types
         raise UsageError(
             f"Horovod's library cannot be loaded with TensorFlow {importlib.metadata.version('tensorflow')}: "
             f"{str(error).partition(chr(10))[0]}",
-            f"it was built for another TensorFlow or MPI; {INSTALL}",
+            f"it was built for another TensorFlow or MPI; run `{extras.horovod_command()}`",
         ) from error
 
 
@@ -194,7 +193,8 @@ def _unreachable(problems: Sequence[str]) -> UsageError:
     return UsageError(
         "Horovod was built without tfdist's patch, and would listen where other hosts cannot reach it: "
         f"{'; '.join(problems)}",
-        f"{INSTALL}; or let the own name of each host resolve to its address in the network, see /etc/hosts",
+        f"run `{extras.horovod_command()}`; or let the own name of each host resolve to its address in the network, "
+        "see /etc/hosts",
     )
 
 

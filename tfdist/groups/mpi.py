@@ -10,11 +10,12 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from tfdist import extras
 from tfdist.errors import UsageError
 from tfdist.groups.arrays import ArrayGroup
 from tfdist.groups.sockets import messages
 
-INSTALL = "install `tfdist[mpi]`, and MPI as your system does it: on Debian and Ubuntu `apt-get install openmpi-bin`"
+INSTALL_MPI = "install MPI as your system does it: on Debian and Ubuntu `apt-get install openmpi-bin`"
 MOST_ELEMENTS = 1 << 28
 HEADER, VALUES = range(2)  # MPI's tags for the parts of a message, whose own tag is in its header
 
@@ -39,9 +40,10 @@ def load() -> Any:
     try:
         from mpi4py import MPI
     except ModuleNotFoundError as error:
-        raise UsageError("mpi4py is not installed", INSTALL) from error
+        hint = f"run `{extras.command('mpi')}`, and {INSTALL_MPI}"
+        raise UsageError("mpi4py is not installed", hint) from error
     except (ImportError, RuntimeError) as error:
-        raise UsageError(f"mpi4py finds no MPI library: {str(error).partition(chr(10))[0]}", INSTALL) from error
+        raise UsageError(f"mpi4py finds no MPI library: {str(error).partition(chr(10))[0]}", INSTALL_MPI) from error
     return MPI
 
 

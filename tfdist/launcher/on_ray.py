@@ -18,20 +18,17 @@ from asyncio.subprocess import PIPE
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from tfdist import extras
 from tfdist.errors import EXIT_CLUSTER, ClusterError, UsageError
 from tfdist.launcher import agent
 from tfdist.launcher.hosts import MAX_LINE_BYTES, Place
 from tfdist.launcher.job import Job
 
-try:
+with extras.importing("ray", "`--on ray`"):
     import ray
     import ray.exceptions
     from ray.util.placement_group import PlacementGroup, placement_group
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
-except ImportError as error:
-    raise UsageError(
-        "`--on ray` needs the package `ray`, which is not installed", "install it with `pip install ray`"
-    ) from error
 
 OUTPUTS = 2
 

@@ -37,6 +37,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tfdist import extras
 from tfdist.errors import RunFolderError, UsageError
 from tfdist.profiling import breakdown, stages
 from tfdist.profiling.breakdown import OpCost
@@ -216,7 +217,8 @@ def _aside(files: Sequence[str]) -> Iterator[list[str]]:
 
 def _tool(files: Sequence[str], name: str) -> Any:
     """Returns the output of one of the Profile plugin's tools for `files`, as parsed JSON."""
-    from xprof.convert import raw_to_tool_data
+    with extras.importing("profile", "The summary of a trace"):
+        from xprof.convert import raw_to_tool_data
 
     # Saved results would be read again after the files have changed.
     output, _ = raw_to_tool_data.xspace_to_tool_data(files, name, {"use_saved_result": False})

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tfdist import data, models, registry, strategies
+from tfdist import data, extras, models, registry, strategies
 from tfdist.data.input import augmentation as augmentations
 from tfdist.data.input import bad_examples
 from tfdist.errors import UnknownNameError, UsageError
@@ -149,6 +149,8 @@ class TrainConfig:
         if self.quiet and self.verbose:
             raise UsageError("`--quiet` and `--verbose` are both set", "use one of them")
         _check_optimizer(self)
+        if self.profile is not None:
+            extras.require("profile", "`--profile`")
 
     @property
     def traits(self) -> strategies.Traits:

@@ -21,8 +21,8 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import BaseModel, Field, ValidationError
 
-from tfdist import files, terminal
-from tfdist.errors import RunFolderError
+from tfdist import extras, files, terminal
+from tfdist.errors import MissingPackageError, RunFolderError
 from tfdist.run import schema
 from tfdist.run.history import HistoryFile
 from tfdist.run.schema import EpochRecord, RunRecord
@@ -56,8 +56,9 @@ _VALIDATION: dict[str, Any] = {
 def draw_curves(record: RunRecord, path: Path) -> None:
     """Draws the metrics of `record`, which has at least one epoch, into the image `path`."""
     # Not pyplot, which would keep the figure and choose a window system.
-    from matplotlib.figure import Figure
-    from matplotlib.layout_engine import ConstrainedLayoutEngine
+    with extras.importing("train", "The picture"):
+        from matplotlib.figure import Figure
+        from matplotlib.layout_engine import ConstrainedLayoutEngine
 
     names = ["loss", *_second_panel(record)]
     figure = Figure(figsize=(5.4 * len(names), 4.2), dpi=120, layout=ConstrainedLayoutEngine(wspace=0.06))
@@ -82,7 +83,8 @@ def _second_panel(record: RunRecord) -> list[str]:
 
 
 def _draw_panel(axes: Axes, epochs: Sequence[EpochRecord], name: str) -> None:
-    from matplotlib.ticker import MaxNLocator
+    with extras.importing("train", "The picture"):
+        from matplotlib.ticker import MaxNLocator
 
     percent = "accuracy" in name
     numbers = [epoch.epoch for epoch in epochs]
@@ -261,19 +263,21 @@ def writing(path: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def optional(path: Path, *errors: type[Exception]) -> Iterator[None]:
-    """Within this context, an `OSError` is shown as a warning and does not end the run, which can do without `path`.
+    """Within this context, an `OSError` or a missing package is a warning: the run can do without `path`.
 
     Args:
         path: the file or folder that is written, such as a picture.
         errors: further kinds of errors that must not end the run either.
     """
-    expected: tuple[type[Exception], ...] = (OSError, *errors)
+    expected: tuple[type[Exception], ...] = (OSError, MissingPackageError, *errors)
     try:
         yield
     except expected as error:
         # TensorFlow's messages have the name of the operation before and after the cause.
         cause = str(error).partition("\n")[0].rpartition("}} ")[2].partition(" [Op:")[0]
         reason = getattr(error, "strerror", None) or f"{type(error).__name__}: {cause}"
+        if isinstance(error, MissingPackageError):
+            reason = f"{error.sentence}; {error.hint}"
         terminal.say(f"warning: `{path}` cannot be written, and the run continues without it: {reason}")
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import click
 
-from tfdist import terminal
+from tfdist import extras, terminal
 from tfdist.simulator import matrix
 
 
@@ -18,6 +18,7 @@ from tfdist.simulator import matrix
 def command(study: Path, out: Path) -> None:
     """Run all algorithms of the file STUDY, and write a table and a picture; existing results are reused."""
     plan = matrix.read(study)
+    extras.require("report", "The picture of a study")
     out.mkdir(parents=True, exist_ok=True)
     results = matrix.Results.load(out)
     missing = [run for run in matrix.runs(plan) if run.key not in results.by_key]

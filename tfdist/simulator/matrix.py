@@ -32,7 +32,7 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
-from tfdist import files, registry
+from tfdist import extras, files, registry
 from tfdist.errors import UsageError
 
 PositiveInt = Annotated[int, Field(ge=1)]
@@ -223,7 +223,8 @@ def _mean_accuracy(
 
 def draw(study: Study, results: Mapping[str, Mapping[str, Any]], path: Path) -> None:
     """Draws the mean accuracy over the number of workers, with a panel for each case."""
-    import altair
+    with extras.importing("report", "The picture"):
+        import altair
 
     points = [
         {"case": case.title, "algorithm": entry.label, "workers": count, "test accuracy": statistics.mean(values)}

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from tfdist import files
+from tfdist import extras, files
 
 
 def grid(path: Path, columns: Sequence[tuple[str, Sequence[Any]]], title: str) -> None:
@@ -33,7 +33,8 @@ def grid(path: Path, columns: Sequence[tuple[str, Sequence[Any]]], title: str) -
 
 def colours(mask: np.ndarray, classes: int, ignored_class: int | None) -> np.ndarray:
     """A mask `[H, W]` of class numbers as an image `[H, W, 3]`: one colour per class, and black for ignored pixels."""
-    import matplotlib
+    with extras.importing("train", "The picture"):
+        import matplotlib
 
     palette = matplotlib.colormaps["tab20"](np.arange(classes) % 20)[:, :3]
     image = palette[np.clip(mask, 0, classes - 1)]
@@ -71,6 +72,7 @@ def confusion(path: Path, matrix: np.ndarray, names: Sequence[str], title: str) 
 
 def _figure(size: tuple[float, float]) -> Any:
     # Not pyplot, which would keep the figure in memory and choose a window system.
-    from matplotlib.figure import Figure
+    with extras.importing("train", "The picture"):
+        from matplotlib.figure import Figure
 
     return Figure(figsize=size, dpi=120, layout="constrained")

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from tfdist import files, tasks
+from tfdist import extras, files, tasks
 from tfdist.data.spec import END, PADDING, UNKNOWN
 from tfdist.tasks._targets import loss, metrics
 
@@ -48,7 +48,8 @@ def show(run: tasks.Run) -> None:
 
 def bleu(translations: Sequence[str], references: Sequence[str]) -> float:
     """The corpus BLEU, 0 to 100, of sentences with space-separated tokens and one reference per sentence."""
-    import sacrebleu
+    with extras.importing("train", "BLEU"):
+        import sacrebleu
 
     return float(sacrebleu.corpus_bleu(translations, [references], tokenize="none", force=True).score)
 

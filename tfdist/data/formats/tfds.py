@@ -33,7 +33,7 @@ from urllib.parse import urlsplit
 
 import numpy as np
 
-from tfdist import files
+from tfdist import extras, files
 from tfdist.data.input import tfrecords
 from tfdist.data.input.arrays import Arrays
 from tfdist.data.input.pictures import PictureSource
@@ -89,6 +89,17 @@ def data_folder(data_dir: str | PathLike[str] | None) -> Path:
     return folder
 
 
+def package() -> Any:
+    """The module `tensorflow_datasets`.
+
+    Raises:
+        MissingPackageError: it is not installed.
+    """
+    with extras.importing("train", "A dataset of TensorFlow Datasets"):
+        import tensorflow_datasets
+    return tensorflow_datasets
+
+
 def builder_of(name: str, data_dir: str | PathLike[str] | None, check: Callable[[Path], None] | None = None) -> Any:
     """The TFDS builder of a dataset; prepares the dataset if necessary.
 
@@ -102,7 +113,7 @@ def builder_of(name: str, data_dir: str | PathLike[str] | None, check: Callable[
     """
     # The folder is checked first, because importing TensorFlow takes seconds.
     folder = data_folder(data_dir)
-    import tensorflow_datasets as tfds
+    tfds = package()
 
     def make() -> Any:
         return tfds.builder(name, data_dir=folder)
@@ -129,7 +140,7 @@ def prepared(make_builder: Callable[[], Any], folder: Path) -> Any:
     _check_writable(builder, folder)
     if builder.MANUAL_DOWNLOAD_INSTRUCTIONS is None:  # otherwise the user has to download the files
         _check_network(builder, folder)
-    import tensorflow_datasets as tfds
+    tfds = package()
 
     # Do not look for prepared copies at a second address, which would have its own retries.
     config = tfds.download.DownloadConfig(try_download_gcs=False)
@@ -152,7 +163,7 @@ def extracted(builder: Any, folder: Path, addresses: Mapping[str, str]) -> dict[
     Raises:
         DataError: the archives do not exist and cannot be downloaded.
     """
-    import tensorflow_datasets as tfds
+    tfds = package()
 
     done = folder / f"{builder.name}.json"  # written after all archives are unpacked
     if done.exists():
@@ -345,7 +356,8 @@ def _check_network(builder: Any, folder: Path) -> None:
 
 def _missing_downloads(builder: Any, folder: Path) -> list[str]:
     """The addresses from which TFDS will download; there are none if it has kept all downloads."""
-    from tensorflow_datasets.core.download import resource
+    with extras.importing("train", "A dataset of TensorFlow Datasets"):
+        from tensorflow_datasets.core.download import resource
 
     def kept(address: str, checksum: str) -> bool:
         return (folder / "downloads" / resource.get_dl_fname(address, checksum)).exists()
@@ -384,7 +396,7 @@ def _lock(builder: Any, folder: Path) -> Iterator[None]:
 @contextlib.contextmanager
 def _fetching(builder: Any, folder: Path) -> Iterator[None]:
     """Limits each wait for the network, and turns every failure into one error."""
-    import tensorflow_datasets as tfds
+    tfds = package()
 
     tfds.disable_progress_bar()
     try:

@@ -44,9 +44,7 @@ def load(
         DataError: the archives do not exist and cannot be downloaded.
     """
     folder = tfds.data_folder(data_dir)
-    import tensorflow_datasets
-
-    folders = tfds.extracted(tensorflow_datasets.builder("coco/2017", data_dir=folder), folder, ARCHIVES)
+    folders = tfds.extracted(tfds.package().builder("coco/2017", data_dir=folder), folder, ARCHIVES)
     parts = {
         split: coco.read(folders["annotations"] / "annotations" / f"instances_{name}.json", folders[name] / name)
         for split, name in (("train", "train2017"), ("test", "val2017"))

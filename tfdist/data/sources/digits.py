@@ -12,9 +12,11 @@ from pathlib import Path
 
 import numpy as np
 
+from tfdist import extras
 from tfdist.data.input.arrays import Arrays
 from tfdist.data.input.source import Source
 from tfdist.data.spec import DataSpec
+from tfdist.errors import MissingPackageError
 
 SPEC = DataSpec(
     name="digits",
@@ -31,16 +33,24 @@ def load(data_dir: str | PathLike[str] | None = None) -> Source:
 
     Args:
         data_dir: not used; the data is part of scikit-learn.
+
+    Raises:
+        MissingPackageError: scikit-learn is not installed.
     """
+    _file()
     return Source(SPEC, _read, divisor=16)
 
 
-def _read(split: str, count: int) -> Arrays:
-    # Read without importing scikit-learn, which takes more than a second.
+def _file() -> Path:
+    # Found without importing scikit-learn, which takes more than a second.
     package = importlib.util.find_spec("sklearn")
-    assert package is not None and package.submodule_search_locations
-    path = Path(package.submodule_search_locations[0], "datasets", "data", "digits.csv.gz")
-    pixels, labels = np.split(np.loadtxt(path, delimiter=","), [64], axis=1)
+    if package is None or not package.submodule_search_locations:
+        raise MissingPackageError("The dataset `digits`", "scikit-learn", f"run `{extras.command('train')}`")
+    return Path(package.submodule_search_locations[0], "datasets", "data", "digits.csv.gz")
+
+
+def _read(split: str, count: int) -> Arrays:
+    pixels, labels = np.split(np.loadtxt(_file(), delimiter=","), [64], axis=1)
     labels = labels[:, 0]
     # The stored order is by writer; with a fixed permutation each split has digits of all writers.
     order = np.random.default_rng(0).permutation(len(labels))

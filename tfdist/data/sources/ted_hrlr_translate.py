@@ -40,9 +40,7 @@ def load(
         UnknownNameError: there is no such pair.
         DataError: the dataset is not prepared and cannot be downloaded.
     """
-    import tensorflow_datasets
-
-    pairs = tensorflow_datasets.builder_cls("ted_hrlr_translate").builder_configs
+    pairs = tfds.package().builder_cls("ted_hrlr_translate").builder_configs
     if pair not in pairs:
         raise UnknownNameError("pair of languages", pair, pairs)
     builder = tfds.builder_of(f"ted_hrlr_translate/{pair}", data_dir)
