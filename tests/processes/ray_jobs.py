@@ -70,7 +70,7 @@ class Slow(keras.callbacks.Callback):
 
 def train(config):
     """The training function of the tests: digits, with what `config` adds to it."""
-    strategy = tfdist.strategy("multiworker", seed=7)
+    strategy = tfdist.strategy(config.get("strategy", "multiworker"), seed=7)
     with strategy.scope():
         model = compiled_model(config.get("rate", 0.05))
     strategy.prepare(model)
@@ -122,6 +122,11 @@ def killed(folder, rank="1", step="14"):
     """A worker is killed, and Ray starts the workers again."""
     result = trainer(folder, failures=1, kill=(int(rank), int(step), f"{folder}/killed")).fit()
     print("metrics", sorted(result.metrics), "checkpoint", result.checkpoint is not None)
+
+
+def with_strategy(folder, name):
+    """One epoch with another strategy than `multiworker`."""
+    trainer(folder, strategy=name, epochs=1).fit()
 
 
 def continued(folder):

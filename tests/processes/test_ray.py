@@ -15,7 +15,7 @@ import numpy as np
 import psutil
 import pytest
 
-from tests.processes.jobs import ROOT, RunningJob, clean_environment, free_ports
+from tests.processes.jobs import ROOT, RunningJob, clean_environment, free_ports, require_horovod
 
 pytest.importorskip("ray", reason="Ray is not installed: `pip install 'ray[train,tune]'`")
 
@@ -181,6 +181,17 @@ def test_a_training_under_the_same_name_continues_the_earlier_one(tmp_path, envi
     assert code == 0, text
     assert len(workers_that_say("workers 2 checkpoint True", text)) == 2
     assert_equal(weights(tmp_path), of_one_device)
+
+
+@pytest.mark.thorough
+@pytest.mark.independent
+@pytest.mark.parametrize("strategy", ["horovod", "local_sgd", "gossip"])
+def test_other_strategies_train_in_rays_workers(tmp_path, environment, strategy):
+    if strategy == "horovod":
+        require_horovod()
+    code, text = run("with_strategy", tmp_path, environment, strategy)
+    assert code == 0, text
+    assert len(workers_that_say("workers 2 checkpoint False", text)) == 2
 
 
 @pytest.mark.thorough
