@@ -8,6 +8,7 @@ import secrets
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -52,19 +53,24 @@ WAIT = "import os, time\nprint('pid', os.getpid(), flush=True)\ntime.sleep(100)\
 
 
 class Node:
-    """A node of a Ray cluster, with its processes: the first one, or another at the address of the first."""
+    """A node of a Ray cluster, with its processes: the first one, or another at the address of the first.
 
-    def __init__(self, folder, cores, address=None):
-        self.folder, self.address = folder, address
-        where = (
-            [f"--address={address}"]
-            if address
-            else ["--head", "--port=0", f"--ray-client-server-port={free_ports(1)[0]}"]
-        )
-        command = Path(sys.executable).with_name("ray")
-        self._log = open(folder / f"node-{time.monotonic_ns()}.log", "w+", encoding="utf-8")  # noqa: SIM115
+    Args:
+        cores: the number of its CPUs for Ray.
+        address: the address of the first node; `None` for the first node.
+    """
+
+    def __init__(self, cores, address=None):
+        self.address = address
+        # A socket's path is short, and pytest's folders are not.
+        self._folder = tempfile.TemporaryDirectory(prefix="ray-", ignore_cleanup_errors=True)
+        where = [f"--address={address}"]
+        if address is None:
+            where = ["--head", "--port=0", f"--ray-client-server-port={free_ports(1)[0]}", "--include-dashboard=false"]
+            where.append(f"--temp-dir={self._folder.name}")
+        self._log = open(Path(self._folder.name, "log"), "w+", encoding="utf-8")  # noqa: SIM115
         self.process = subprocess.Popen(
-            [command, "start", *where, f"--num-cpus={cores}", "--block"],
+            [Path(sys.executable).with_name("ray"), "start", *where, f"--num-cpus={cores}", "--block"],
             stdout=self._log,
             stderr=subprocess.STDOUT,
             env=clean_environment() | SETTINGS,
@@ -92,6 +98,7 @@ class Node:
         self.process.kill()
         self.process.wait()
         self._log.close()
+        self._folder.cleanup()
 
     def _text(self):
         self._log.seek(0)
@@ -99,9 +106,8 @@ class Node:
 
 
 @pytest.fixture(scope="module")
-def head(tmp_path_factory):
-    # A socket's path has at most 107 characters.
-    node = Node(tmp_path_factory.mktemp("r"), 3)
+def head():
+    node = Node(3)
     try:
         yield node.started()
     finally:
@@ -222,11 +228,10 @@ def test_ray_tune_finds_the_better_of_two_trainings(tmp_path, environment):
 
 @pytest.mark.thorough
 @pytest.mark.independent
-def test_workers_that_are_added_by_ray_change_no_weight(tmp_path, of_one_device, tmp_path_factory):
+def test_workers_that_are_added_by_ray_change_no_weight(tmp_path, of_one_device):
     """Ray starts with one worker, and with two as soon as the cluster has a second node."""
-    folder = tmp_path_factory.mktemp("e")
     with contextlib.ExitStack() as stack:
-        first = Node(folder, 1)
+        first = Node(1)
         stack.callback(first.end)
         program = subprocess.Popen(
             [sys.executable, PROGRAM, "elastic", tmp_path],
@@ -240,7 +245,7 @@ def test_workers_that_are_added_by_ray_change_no_weight(tmp_path, of_one_device,
         for line in program.stdout:
             seen.append(line)
             if second is None and "workers 1 checkpoint False" in line:
-                second = Node(folder, 1, first.address)
+                second = Node(1, first.address)
                 stack.callback(second.end)
         text = "".join(seen)
         assert program.wait() == 0, text
@@ -306,12 +311,11 @@ def test_nothing_is_left_on_the_cluster_when_the_launcher_ends(tmp_path, script,
 
 @pytest.mark.thorough
 @pytest.mark.independent
-def test_a_node_that_is_lost_ends_the_job_by_name(tmp_path, script, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("n")
-    first, second = Node(folder, 1), None
+def test_a_node_that_is_lost_ends_the_job_by_name(tmp_path, script):
+    first, second = Node(1), None
     try:
         first.started()
-        second = Node(folder, 1, first.address).started()
+        second = Node(1, first.address).started()
         with launch(tmp_path, SETTINGS | {"RAY_ADDRESS": first.address}, script(WAIT)) as job:
             processes = processes_of(job, first, second)
             second.end(signal.SIGKILL)
