@@ -85,6 +85,7 @@ def evaluate_each(
     history: History,
     ended: Ended,
     *,
+    resumed: bool = False,
     prefix: str = "val_",
     show: Callable[[str], None] = terminal.say,
 ) -> list[dict[str, Any]]:
@@ -96,6 +97,7 @@ def evaluate_each(
         evaluate: evaluates the model; returns the results by name.
         history: where the results go; checkpoints that it has already are left out.
         ended: says whether the training has ended without a last checkpoint, or raises an error.
+        resumed: the last checkpoint in the history may be that of a training that is resumed.
         prefix: what the names of the results begin with.
         show: shows a line for each checkpoint.
 
@@ -107,29 +109,31 @@ def evaluate_each(
     """
     if not model.built:
         evaluate()
-    news = time.monotonic()
+    news, finished = time.monotonic(), False
     while True:
         over = ended(time.monotonic() - news)
         path = follower.next()
         if path is None:
-            if over:
+            if over or finished:
                 return history.rows
             time.sleep(LOOK_SECONDS)
             continue
         stored = _read(path)
-        news = time.monotonic()
-        if stored is None or history.has(stored.header.step):
-            follower.release(path)
-            continue
-        state.restore_weights(model, stored)
+        if stored is not None:
+            known = history.has(stored.header.step)
+            finished = stored.header.last and not (known and resumed)
+            if not known:
+                state.restore_weights(model, stored)
+                results = {f"{prefix}{name}": float(value) for name, value in evaluate().items()}
+                history.add({"step": stored.header.step, "epoch": stored.header.epoch}, results)
+                show(_line(history.rows[-1]))
         follower.release(path)
-        results = {f"{prefix}{name}": float(value) for name, value in evaluate().items()}
-        history.add({"step": stored.header.step, "epoch": stored.header.epoch}, results)
-        shown = ", ".join(f"{name} {value:.4f}" for name, value in results.items())
-        show(f"Checkpoint of step {stored.header.step:,}, after epoch {stored.header.epoch}: {shown}")
         news = time.monotonic()
-        if stored.header.last:
-            return history.rows
+
+
+def _line(row: Mapping[str, Any]) -> str:
+    results = ", ".join(f"{name} {value:.4f}" for name, value in row.items() if name not in ("step", "epoch"))
+    return f"Checkpoint of step {row['step']:,}, after epoch {row['epoch']}: {results}"
 
 
 def _read(path: Path) -> Stored | None:

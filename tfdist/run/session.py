@@ -237,6 +237,7 @@ class Session:
             lambda: strategy.evaluate(model, feed, return_dict=True, verbose=0),
             history,
             ended,
+            resumed=config.resume,
             prefix="val_" if split == "validation" else "test_",
             show=self._show,
         )
