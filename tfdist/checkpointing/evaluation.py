@@ -9,6 +9,7 @@ from __future__ import annotations
 import csv
 import io
 import time
+import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ from tfdist.checkpointing import format as checkpoint_format
 from tfdist.checkpointing import state
 from tfdist.checkpointing.follower import LOOK_SECONDS, Follower
 from tfdist.checkpointing.format import Stored
-from tfdist.errors import CheckpointError, ClusterError
+from tfdist.errors import CheckpointError, CheckpointWarning, ClusterError
 
 # A network file system may show a new name before the content.
 SECONDS_TO_COMPLETE = 10.0
@@ -144,7 +145,7 @@ def _read(path: Path) -> Stored | None:
             return checkpoint_format.read(path)
         except CheckpointError as error:
             if time.monotonic() >= until or not path.exists():
-                terminal.say(f"warning: {error.sentence}; it is not evaluated.")
+                warnings.warn(f"{error.sentence}; it is not evaluated", CheckpointWarning, stacklevel=2)
                 return None
         time.sleep(LOOK_SECONDS)
 
