@@ -7,12 +7,14 @@ import time
 import keras
 import numpy as np
 import pytest
+from click.testing import CliRunner
 
 import tfdist
+from tfdist import train as command
 from tfdist.callbacks import Checkpoint
 from tfdist.checkpointing.evaluation import History
 from tfdist.checkpointing.follower import Follower
-from tfdist.errors import CheckpointError, CheckpointWarning, ClusterError, RunFolderError
+from tfdist.errors import CheckpointError, CheckpointWarning, ClusterError, UsageError
 from tfdist.run import evaluator, schema
 from tfdist.run.folder import RunFolder
 
@@ -200,6 +202,27 @@ class TestEnd:
         with pytest.raises(ClusterError, match=r"there is no run in(?s:.*)shares with the chief"):
             followed.ended(0.15)
 
-    def test_the_folder_of_the_run_has_to_be_named(self):
-        with pytest.raises(RunFolderError, match="an evaluator, and `--run-dir` is not set"):
-            evaluator.require_run_dir(None)
+
+ENVIRONMENT = {"TF_CONFIG": '{"cluster": {"worker": ["a:1"]}, "task": {"type": "evaluator", "index": 0}}'}
+GIVEN = ("--strategy", "multiworker", "--model", "mlp", "--dataset", "digits")
+
+
+class TestCommand:
+    """What `tfdist train` refuses in an evaluator."""
+
+    @pytest.mark.parametrize(
+        ("options", "says"),
+        [
+            ((), "TF_CONFIG makes this process evaluator 0, and `--run-dir` is not set"),
+            (("--run-dir", "r", "--verify-steps", "2"), "a verification makes no checkpoints to evaluate"),
+        ],
+    )
+    def test_it_needs_a_run_to_follow(self, options, says):
+        done = CliRunner(env=ENVIRONMENT).invoke(command.command, [*GIVEN, *options])
+        assert done.exit_code == 2 and says in done.output
+
+    def test_a_strategy_that_trains_in_the_job_is_refused(self, monkeypatch):
+        monkeypatch.setenv("TF_CONFIG", ENVIRONMENT["TF_CONFIG"])
+        with pytest.raises(UsageError, match="makes this process evaluator 0, which takes no part in the training"):
+            tfdist.strategy("multiworker")
+        assert tfdist.strategy("single").num_replicas == 1

@@ -642,6 +642,13 @@ class TestCommand:
             "rank 2      ps 0 ([2001:db8::1]:5)",
         ]
 
+    def test_an_evaluator_is_told_apart(self):
+        done = CliRunner(env=tf_config({"worker": [A]}, "evaluator", 1)).invoke(world.command, [])
+        assert [line.rstrip() for line in done.output.splitlines()] == [
+            "source     TF_CONFIG",
+            "evaluator  1, which takes no part in the training",
+        ]
+
     def test_a_malformed_one_ends_with_exit_code_2_and_without_tensorflow(self):
         code = (
             "import atexit, sys, tfdist.world; atexit.register(lambda: print('tensorflow' in sys.modules)); "

@@ -414,15 +414,24 @@ def evaluate_checkpoints(config: TrainConfig, world: World) -> int:
 
     The evaluator computes alone: its strategy is `single`, with any strategy of the training.
     """
-    from tfdist.run import evaluator
     from tfdist.run.folder import RunFolder
 
-    run_dir = evaluator.require_run_dir(config.run_dir)
+    if config.verify_steps is not None:
+        raise UsageError(
+            f"{world.source} makes this process {world.place}, and a verification makes no checkpoints to evaluate",
+            "start a verification without an evaluator",
+        )
+    if config.run_dir is None:
+        raise UsageError(
+            f"{world.source} makes this process {world.place}, and `--run-dir` is not set",
+            "name the folder of the run, on a file system that the evaluator shares with the chief",
+        )
     restarted = os.environ.get(job_environment.RESTART, "0") != "0"
     config = dataclasses.replace(
         config, strategy="single", strategy_options={}, devices=None, resume=config.resume or restarted
     )
-    folder = RunFolder(run_dir, resume=config.resume, evaluator=world.evaluator)
+    # Made before TensorFlow is imported, so that no early checkpoint is missed.
+    folder = RunFolder(config.run_dir, resume=config.resume, evaluator=world.evaluator)
     show = (lambda *lines: None) if config.quiet else click.echo
     with terminal.guarded_stdout(), terminal.logged_to(None if config.verbose else folder.log) as stderr:
         try:

@@ -111,6 +111,11 @@ class World:
         return self.evaluator is not None
 
     @property
+    def place(self) -> str:
+        """What this process is, such as `evaluator 0` or `rank 1 of 2`."""
+        return f"{EVALUATOR} {self.evaluator}" if self.is_evaluator else f"rank {self.rank} of {self.world_size}"
+
+    @property
     def task(self) -> Task | None:
         """The task of this process; `None` if there are no tasks."""
         return self.tasks[self.rank] if self.tasks else None
@@ -134,7 +139,7 @@ class World:
         """Raises `UsageError` if this process is an evaluator: `strategy` would train a separate model in it."""
         if self.is_evaluator:
             raise UsageError(
-                f"{self.source} makes this process {EVALUATOR} {self.evaluator}, which takes no part in the training, "
+                f"{self.source} makes this process {self.place}, which takes no part in the training, "
                 f"and `{strategy}` trains in the processes of the job",
                 "call `tfdist.evaluate_checkpoints` here, or start `python -m tfdist.train`, which does; see "
                 "docs/kubeflow.md",

@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 
 from tfdist.checkpointing.evaluation import History, no_checkpoint
-from tfdist.errors import ClusterError, RunFolderError
+from tfdist.errors import ClusterError
 from tfdist.jobs.job_environment import EVALUATOR_SECONDS
 from tfdist.jobs.rendezvous import start_timeout_seconds
 from tfdist.options import checked_seconds
@@ -75,20 +75,6 @@ class Training:
             "start the chief and the workers with the same `--run-dir`, on a file system that the evaluator shares "
             "with the chief; if they start later, set TFDIST_START_SECONDS, half of the time to wait",
         )
-
-
-def require_run_dir(run_dir: Path | None) -> Path:
-    """Returns the folder of the run.
-
-    Raises:
-        RunFolderError: it is not set.
-    """
-    if run_dir is None:
-        raise RunFolderError(
-            "This process is an evaluator, and `--run-dir` is not set",
-            "name the folder of the run, on a file system that the evaluator shares with the chief",
-        )
-    return run_dir
 
 
 def _changed(path: Path) -> int | None:
