@@ -89,8 +89,11 @@ def create(name: str, **options: Any) -> Strategy:
 
     Raises:
         UnknownNameError: no strategy, or no device, has that name.
-        UsageError: an option is unknown or cannot be used here, or `module:Class` is not a strategy.
+        UsageError: an option is unknown or cannot be used here, `module:Class` is not a strategy, or this process is
+            the evaluator of a job in whose processes the strategy trains.
     """
+    if traits(name).processes:
+        _world().require_training(name)
     strategy_class = _users_class(name) if ":" in name else _class(name)
     strategy_class = strategy_class.of_job(_world())
     strategy: Strategy = registry.call(strategy_class, kind="strategy", name=name, options=options)

@@ -507,6 +507,11 @@ class TestJob:
         found = self.found(TF_CONFIG=tf_config(f"localhost:{one}", f"localhost:{two}", index=1))
         assert told(found, "ok", "job") == ["TF_CONFIG makes this process rank 1 of 2 | "]
 
+    def test_an_evaluator_is_told_apart(self, free_ports):
+        config = tf_config(f"localhost:{free_ports[0]}").replace('"type": "worker"', '"type": "evaluator"')
+        (found,) = told(self.found(TF_CONFIG=config), "ok", "job")
+        assert found.startswith("TF_CONFIG makes this process evaluator 0, which takes no part in the training")
+
     def test_a_port_in_use_is_told(self, free_ports):
         with socket.create_server(("", free_ports[0])):
             config = tf_config(*(f"localhost:{port}" for port in free_ports))

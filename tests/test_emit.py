@@ -6,12 +6,13 @@ import re
 import shutil
 import subprocess
 import sys
-import textwrap
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from click.testing import CliRunner
 
+from tests.manifests import documents, pods_of_job, pods_of_tfjob, pods_of_trainjob
 from tfdist import launch
 from tfdist.errors import UsageError
 from tfdist.launcher import emit
@@ -79,7 +80,7 @@ def run_slurm(script, tmp_path, size, **more):
     return done, record.read_text().splitlines()
 
 
-@pytest.mark.parametrize("target", ["slurm", "kubernetes"])
+@pytest.mark.parametrize("target", emit.TARGETS)
 def test_an_elastic_job_is_not_emitted_as_one_that_is_not(target):
     done = CliRunner().invoke(launch.command, ["--elastic", "--emit", target, "script.py"])
     assert done.exit_code == 2
@@ -187,55 +188,19 @@ def test_a_step_takes_the_cores_that_its_job_was_given(tmp_path):
     assert run_slurm(emit.slurm(job), tmp_path, 1, SLURM_CPUS_PER_TASK="8")[0].stdout == "0: 8\n"
 
 
-def load(text):
-    """What one document means, of the part of YAML that is emitted. kubectl, where it is, checks this below."""
-    lines = [line for line in textwrap.dedent(text).split("\n") if line.strip() and not line.lstrip().startswith("#")]
-    if lines and lines[0].startswith("- "):
-        items = re.split("^- ", "\n".join(lines) + "\n", flags=re.MULTILINE)[1:]
-        return [value_of(*item.split("\n", 1)) if item.startswith("|") else load(f"  {item}") for item in items]
-    if not lines or not re.match(r"[\w-]+:( |$)", lines[0]):
-        return scalar("\n".join(lines).strip())
-    pairs = re.findall(r"^([\w-]+):(?: (.+))?\n((?: +.*\n)*)", "\n".join(lines) + "\n", re.MULTILINE)
-    return {key: value_of(rest, block) for key, rest, block in pairs}
+def manifests(job, target="kubernetes", **options):
+    return documents(emit.TARGETS[target](job, **options))
 
 
-def value_of(rest, block):
-    if rest.startswith("|"):
-        return textwrap.dedent(block).removesuffix("\n" if rest == "|-" else "")
-    return scalar(rest) if rest else load(block)
+# What each of Kubernetes' targets makes, and the pods that come of it.
+PODS = {"kubernetes": pods_of_job, "trainjob": pods_of_trainjob, "tfjob": pods_of_tfjob}
+every_target = pytest.mark.parametrize("target", PODS)
 
 
-def scalar(text):
-    if text.startswith('"'):
-        numbered = re.compile(r"\\U([0-9A-F]{8})|\\.")
-        return json.loads(numbered.sub(lambda found: chr(int(found[1], 16)) if found[1] else found[0], text))
-    return int(text) if text.isdecimal() else {"true": True, "false": False}.get(text, text)
-
-
-def manifests(job, **options):
-    documents = {document["kind"]: document for document in map(load, emit.kubernetes(job, **options).split("---\n"))}
-    assert list(documents) == ["Secret", "NetworkPolicy", "Service", "Job"]
-    return documents
-
-
-def run_pod(documents, index, failures="0", **more):
-    """Runs the command of pod `index` as its node would: variables expanded, nothing of this environment but PATH."""
-    (container,) = documents["Job"]["spec"]["template"]["spec"]["containers"]
-    annotations = {"batch.kubernetes.io/job-index-failure-count": failures}
-    variables = {}
-    for variable in container["env"]:
-        if "value" in variable:
-            variables[variable["name"]] = expanded(variable["value"], variables)
-        elif "secretKeyRef" in variable["valueFrom"]:
-            reference = variable["valueFrom"]["secretKeyRef"]
-            assert reference["name"] == documents["Secret"]["metadata"]["name"]
-            variables[variable["name"]] = documents["Secret"]["stringData"][reference["key"]]
-        else:
-            (name,) = re.findall(r"metadata\.annotations\['(.*)'\]", variable["valueFrom"]["fieldRef"]["fieldPath"])
-            variables[variable["name"]] = annotations[name]
-    variables["JOB_COMPLETION_INDEX"] = str(index)  # the Job's controller adds it after the others
-    command = [expanded(word, variables) for word in container["command"] + container["args"]]
-    return output(command, env={"PATH": path(), **variables, **more})
+def run_pod(target, known, index, *, more=None, **options):
+    """Runs the command of pod `index` as its node would, with nothing of this environment but PATH."""
+    _, command, variables = list(PODS[target](known, **options))[index]
+    return output(command, env={"PATH": path(), **variables, **(more or {})})
 
 
 def output(command, **options):
@@ -245,45 +210,62 @@ def output(command, **options):
     return done.stdout
 
 
-def expanded(text, variables):
-    """A text with its variables, as Kubernetes replaces them in commands, arguments and values."""
-    return re.sub(r"\$(?:(\$)|\(([^)]*)\))", lambda found: found[1] or str(variables.get(found[2], found[0])), text)
-
-
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize(("workers", "ps"), [(3, 0), (2, 1)], ids=["workers", "parameter servers"])
-def test_every_pod_knows_who_it_is(workers, ps):
+@every_target
+def test_every_pod_knows_who_it_is(target, workers, ps):
     job = Job(WORLD, workers=workers, ps=ps, name="demo")
-    documents = manifests(job)
+    known = manifests(job, target)
+    pods = list(PODS[target](known))
+    assert len(pods) == len(job.roles)
     for rank, (role, index) in enumerate(job.roles):
-        address = f"tfdist-demo-{rank}.tfdist-demo:2222"
-        assert seen(run_pod(documents, rank)) == (str(rank), f"{role} {index}", address)
+        assert seen(run_pod(target, known, rank)) == (str(rank), f"{role} {index}", f"{address(pods[rank][0])}:2222")
 
 
-def test_a_pod_runs_the_command_as_it_was_given():
-    documents = manifests(Job(ECHO + HARD_TO_QUOTE, name="demo"))
-    assert json.loads(run_pod(documents, 1, HOME="/root")) == list(HARD_TO_QUOTE)
+def address(host):
+    """The name by which the pods of a plain Job call each other: that of the service is part of it."""
+    return host if "." in host else f"{host}.{host.rpartition('-')[0]}"
 
 
-def test_a_pod_knows_its_job_its_restarts_and_its_patience():
+@every_target
+def test_a_pod_runs_the_command_as_it_was_given(target):
+    known = manifests(Job(ECHO + HARD_TO_QUOTE, name="demo"), target)
+    assert json.loads(run_pod(target, known, 1, more={"HOME": "/root"})) == list(HARD_TO_QUOTE)
+
+
+@pytest.mark.parametrize("target", ["kubernetes", "trainjob"])
+def test_a_pod_knows_its_job_its_restarts_and_its_patience(target):
     names = ["TFDIST_JOB", "TFDIST_RESTART", "TFDIST_START_SECONDS"]
     job = Job(("-c", f"import os; print(*map(os.environ.get, {names}))"), start_seconds=600.0, name="07")
-    assert run_pod(manifests(job), 0, failures="2") == "07 2 600\n"
+    assert run_pod(target, manifests(job, target), 0, restarts=2) == "07 2 600\n"
+
+
+def test_a_pod_of_a_tfjob_counts_its_restarts_where_they_outlive_its_container(tmp_path):
+    job = Job(("-c", "import os; print(os.environ['TFDIST_RESTART'])"), restarts=2, name="demo")
+    known = manifests(job, "tfjob")
+    pod = known["TFJob"]["spec"]["tfReplicaSpecs"]["Worker"]["template"]["spec"]
+    assert pod["volumes"] == [{"name": "restarts", "emptyDir": {}}]
+    assert pod["containers"][0]["volumeMounts"] == [{"name": "restarts", "mountPath": "/restarts"}]
+    _, command, variables = next(pods_of_tfjob(known))
+    here = [word.replace("/restarts/", f"{tmp_path}/") for word in command]  # where its volume is
+    assert [output(here, env={"PATH": path(), **variables}) for _ in range(3)] == ["0\n", "1\n", "2\n"]
 
 
 def test_the_processes_of_a_job_share_a_secret_of_their_own(tmp_path):
     job = Job(("-c", "import os; print(os.environ['TFDIST_SECRET'])"), name="demo")
     lines = run_slurm(emit.slurm(job), tmp_path, 2)[0].stdout.splitlines()
     assert lines[0][3:] == lines[1][3:] and re.fullmatch("[0-9a-f]{64}", lines[0][3:])
-    documents, others = manifests(job), manifests(job)
-    of_pods = [run_pod(documents, rank).strip() for rank in range(2)]
-    assert of_pods[0] == of_pods[1] and re.fullmatch("[0-9a-f]{64}", of_pods[0])
-    assert run_pod(others, 0).strip() != of_pods[0]
+    for target in PODS:
+        known, others = manifests(job, target), manifests(job, target)
+        of_pods = [run_pod(target, known, rank).strip() for rank in range(2)]
+        assert of_pods[0] == of_pods[1] and re.fullmatch("[0-9a-f]{64}", of_pods[0])
+        assert run_pod(target, others, 0).strip() != of_pods[0]
 
 
 def test_the_parts_of_a_job_find_each_other():
-    documents = manifests(Job(WORLD, workers=2, ps=1, restarts=3, name="demo"), image='a "b":1')
-    policy, service, job = (documents[kind] for kind in ("NetworkPolicy", "Service", "Job"))
+    known = manifests(Job(WORLD, workers=2, ps=1, restarts=3, name="demo"), image='a "b":1')
+    assert list(known) == ["Secret", "NetworkPolicy", "Service", "Job"]
+    policy, service, job = (known[kind] for kind in ("NetworkPolicy", "Service", "Job"))
     spec, pod = job["spec"], job["spec"]["template"]["spec"]
     labels = spec["template"]["metadata"]["labels"]
     assert policy["spec"] == {
@@ -306,8 +288,56 @@ def test_the_parts_of_a_job_find_each_other():
     assert container["image"] == 'a "b":1'
 
 
-def test_a_pod_has_few_rights():
-    pod = manifests(Job(WORLD))["Job"]["spec"]["template"]["spec"]
+def pod_templates(known):
+    """The templates of the pods, wherever they are in the documents."""
+    if isinstance(known, list):
+        return [template for part in known for template in pod_templates(part)]
+    if not isinstance(known, dict):
+        return []
+    if "containers" in known.get("spec", {}):
+        return [known]
+    return [template for part in known.values() for template in pod_templates(part)]
+
+
+def test_a_trainjob_is_restarted_as_a_job_and_not_after_a_usage_error():
+    known = manifests(Job(WORLD, workers=3, restarts=2, name="demo"), "trainjob")
+    assert list(known) == ["Secret", "NetworkPolicy", "TrainingRuntime", "TrainJob"]
+    jobset = known["TrainingRuntime"]["spec"]["template"]["spec"]
+    assert jobset["failurePolicy"]["maxRestarts"] == 2
+    (rule,) = jobset["failurePolicy"]["rules"]
+    assert (rule["action"], rule["onJobFailureReasons"]) == ("FailJobSet", ["PodFailurePolicy"])
+    job = jobset["replicatedJobs"][0]["template"]["spec"]
+    assert job["backoffLimit"] == 0
+    (rule,) = job["podFailurePolicy"]["rules"]
+    assert (rule["action"], rule["onExitCodes"]["values"]) == ("FailJob", [2, 126, 127])
+    assert rule["onExitCodes"]["containerName"] == job["template"]["spec"]["containers"][0]["name"]
+
+
+@pytest.mark.parametrize(("restarts", "policy", "failures"), [(0, "Never", 0), (2, "OnFailure", 9)])
+def test_a_tfjob_counts_the_failures_of_all_pods(restarts, policy, failures):
+    known = manifests(Job(WORLD, workers=2, ps=1, restarts=restarts, name="demo"), "tfjob")
+    assert list(known) == ["Secret", "NetworkPolicy", "TFJob"]
+    spec = known["TFJob"]["spec"]
+    assert spec["runPolicy"]["backoffLimit"] == failures
+    replicas = spec["tfReplicaSpecs"]
+    assert {role: replica["replicas"] for role, replica in replicas.items()} == {"Chief": 1, "Worker": 2, "PS": 1}
+    assert {replica["restartPolicy"] for replica in replicas.values()} == {policy}
+
+
+@every_target
+def test_only_the_pods_of_the_job_may_connect(target):
+    known = manifests(Job(WORLD, ps=1, name="demo"), target)
+    labels = {"tfdist-job": "tfdist-demo"}
+    assert known["NetworkPolicy"]["spec"]["podSelector"] == {"matchLabels": labels}
+    assert known["NetworkPolicy"]["spec"]["ingress"] == [{"from": [{"podSelector": {"matchLabels": labels}}]}]
+    assert [template["metadata"]["labels"] for template in pod_templates(known)] == [labels] * (
+        3 if target == "tfjob" else 1
+    )
+
+
+@every_target
+def test_a_pod_has_few_rights(target):
+    pod = pod_templates(manifests(Job(WORLD, name="demo"), target))[0]["spec"]
     assert pod["automountServiceAccountToken"] is False
     assert pod["securityContext"]["runAsNonRoot"] is True
     assert pod["containers"][0]["securityContext"]["allowPrivilegeEscalation"] is False
@@ -316,7 +346,7 @@ def test_a_pod_has_few_rights():
 @pytest.mark.skipif(not shutil.which("kubectl"), reason="needs kubectl, and no cluster")
 def test_kubectl_reads_the_same_and_knows_every_field():
     text = emit.kubernetes(Job(HARD_TO_QUOTE, ps=1, name="demo"))
-    mine = [load(document) for document in text.split("---\n")]
+    mine = list(documents(text).values())
 
     # What needs no cluster: `label` keeps all that it reads, `set env` only what it knows, and adds what is left out.
     def kubectl(*arguments, of):
@@ -341,10 +371,10 @@ def contains(whole, part):
     return bool(whole == part)
 
 
-@pytest.mark.parametrize("target", ["slurm", "kubernetes"])
+@pytest.mark.parametrize("target", emit.TARGETS)
 def test_hosts_are_the_schedulers_choice(target):
     with pytest.raises(UsageError, match=rf"`--hosts` is `a,b` with `--emit {target}`(?s:.*)hint: leave it out"):
-        getattr(emit, target)(Job(WORLD, hosts=("a", "b")))
+        emit.TARGETS[target](Job(WORLD, hosts=("a", "b")))
 
 
 @pytest.mark.parametrize("name", ["My_job", "a.b", "a-", "a" * 60, "", "a\n"])
@@ -355,3 +385,38 @@ def test_a_name_that_kubernetes_does_not_take_is_refused(name):
 
 def test_the_longest_name_that_kubernetes_takes():
     assert len(manifests(Job(WORLD, name="a" * 54))["Job"]["metadata"]["name"] + "-1") == 63
+    with pytest.raises(UsageError, match="use at most 41 lowercase letters"):
+        emit.trainjob(Job(WORLD, name="a" * 42))
+    # The names of its pods, which end in five random characters.
+    assert (
+        len(manifests(Job(WORLD, name="a" * 41), "trainjob")["TrainJob"]["metadata"]["name"] + "-node-0-1-12345") == 63
+    )
+    assert len(next(pods_of_tfjob(manifests(Job(WORLD, name="a" * 47), "tfjob")))[0].split(".")[0]) == 63
+
+
+def test_an_unknown_target_is_named_with_the_known_ones():
+    done = CliRunner().invoke(launch.command, ["--emit", "mesos", "script.py"])
+    assert done.exit_code == 2
+    assert "hint: use `slurm`, `kubernetes`, `trainjob`, `tfjob`" in done.output
+
+
+def test_the_command_prints_what_is_emitted():
+    done = CliRunner().invoke(launch.command, ["--workers", "3", "--emit", "tfjob", "-m", "tfdist.world"])
+    assert done.exit_code == 0
+    assert [len(list(pods_of_tfjob(documents(done.output)))), done.output[0]] == [3, "#"]
+
+
+@pytest.mark.parametrize("ps", [0, 1], ids=["workers", "parameter servers"])
+def test_the_models_of_kubeflow_know_every_field(ps):
+    """The packages that Kubeflow generates from its definitions drop what they do not know."""
+    trainer = pytest.importorskip("kubeflow_trainer_api.models", reason="needs `pip install kubeflow-trainer-api`")
+    training = pytest.importorskip("kubeflow.training", reason="needs `pip install kubeflow-training`")
+    job = Job(HARD_TO_QUOTE, ps=ps, restarts=2, name="demo")
+    known = manifests(job, "trainjob")
+    for model in (trainer.TrainerV1alpha1TrainJob, trainer.TrainerV1alpha1TrainingRuntime):
+        emitted = known[model.__name__.removeprefix("TrainerV1alpha1")]
+        assert contains(json.loads(model.from_dict(emitted).to_json()), emitted)
+    emitted = manifests(job, "tfjob")["TFJob"]
+    client = training.ApiClient()
+    read = client.deserialize(SimpleNamespace(data=json.dumps(emitted)), "KubeflowOrgV1TFJob")
+    assert contains(client.sanitize_for_serialization(read), emitted)

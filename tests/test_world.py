@@ -41,6 +41,15 @@ def slurm(rank, size, nodes="n[1-2]", **more):
     }
 
 
+def vertex(pools, pool, index=0):
+    task = {"type": pool, "index": index, "trial": "TRIAL_ID"}
+    return {"CLUSTER_SPEC": json.dumps({"cluster": pools, "environment": "cloud", "task": task, "job": {}})}
+
+
+def sagemaker(hosts, current):
+    return {"SM_HOSTS": hosts, "SM_CURRENT_HOST": current}
+
+
 def places(world):
     return world.rank, world.world_size, world.local_rank, world.local_world_size
 
@@ -111,6 +120,47 @@ TF_CONFIG_DETECTED = {
     "a host in two spellings": ({"worker": ["Node:1", "node:2"]}, "worker", 1, (1, 2, 1, 2)),
     "IPv6": ({"worker": ["[2001:db8::1]:1", "[2001:db8::2]:1"]}, "worker", 1, (1, 2, 0, 1)),
     "an empty role": ({"worker": [A, B], "ps": []}, "worker", 1, (1, 2, 0, 1)),
+    "an evaluator among the addresses": ({"chief": [A], "worker": [B], "evaluator": [C]}, "worker", 0, (1, 2, 0, 1)),
+    "localhost among evaluators": ({"worker": [A, B], "evaluator": ["localhost:1"]}, "worker", 1, (1, 2, 0, 1)),
+}
+
+# As the platforms write them, from the sources that are named: TF_CONFIG, the rank, and the tasks by rank.
+TF_CONFIG_OF_PLATFORMS = {
+    # kubeflow/training-operator, pkg/controller.v1/tensorflow/tensorflow.go: roles in lower case, no evaluator.
+    "a TFJob with a master": (
+        {
+            "cluster": {"master": ["j-master-0.ns.svc:2222"], "worker": ["j-worker-0.ns.svc:2222"]},
+            "task": {"type": "worker", "index": 0},
+            "environment": "cloud",
+        },
+        1,
+        ["chief 0 (j-master-0.ns.svc:2222)", "worker 0 (j-worker-0.ns.svc:2222)"],
+    ),
+    # aws/sagemaker-tensorflow-training-toolkit, src/sagemaker_tensorflow_container/training.py
+    "SageMaker's parameter servers": (
+        {
+            "cluster": {
+                "master": ["algo-1:2222"],
+                "ps": ["algo-1:2223", "algo-2:2223"],
+                "worker": ["algo-2:2222"],
+            },
+            "environment": "cloud",
+            "task": {"index": 0, "type": "master"},
+        },
+        0,
+        ["chief 0 (algo-1:2222)", "worker 0 (algo-2:2222)", "ps 0 (algo-1:2223)", "ps 1 (algo-2:2223)"],
+    ),
+    # tf.train.ClusterSpec: "a dictionary mapping task indices to network addresses"
+    "addresses by index": (
+        {"cluster": {"worker": {"1": "b:1", "0": "a:1"}}, "task": {"type": "worker", "index": 1}},
+        1,
+        ["worker 0 (a:1)", "worker 1 (b:1)"],
+    ),
+    "a sparse cluster of all": (
+        {"sparseCluster": {"worker": {"1": "b:1", "0": "a:1"}, "ps": []}, "task": {"type": "worker", "index": 0}},
+        0,
+        ["worker 0 (a:1)", "worker 1 (b:1)"],
+    ),
 }
 
 # The text of TF_CONFIG, and what the message says of it.
@@ -157,8 +207,33 @@ TF_CONFIG_REFUSED = {
     "servers alone": (tf_config({"ps": [A]}, "ps")["TF_CONFIG"], "has only parameter servers in `cluster`"),
     "an unknown role": (tf_config({"wroker": [A]}, "wroker")["TF_CONFIG"], "names the role `wroker`"),
     "an unknown role of this task": (tf_config({"worker": [A]}, "boss")["TF_CONFIG"], "names the role `boss`"),
-    "an evaluator": (tf_config({"worker": [A]}, "evaluator")["TF_CONFIG"], "the role `evaluator`, and tfdist has"),
-    "an evaluator in the cluster": (tf_config({"worker": [A], "evaluator": [B]})["TF_CONFIG"], "role `evaluator`"),
+    "an evaluator below 0": (
+        tf_config({"worker": [A]}, "evaluator", -1)["TF_CONFIG"],
+        "this process is `evaluator -1`",
+    ),
+    "evaluators alone": (tf_config({"evaluator": [A]})["TF_CONFIG"], "`TF_CONFIG` has no address in `cluster`"),
+    "a chief by two names": (
+        tf_config({"chief": [A], "master": [B]}, "chief")["TF_CONFIG"],
+        "names both `chief` and `master` in `cluster`",
+    ),
+    "two masters": (tf_config({"master": [A, B]}, "master")["TF_CONFIG"], "names 2 addresses for `chief`"),
+    "indices with a gap": (
+        tf_config({"worker": {"0": A, "2": B}})["TF_CONFIG"],
+        "has the indices 0, 2 as `cluster.worker`, and some are missing",
+    ),
+    # As a TFJob with `enableDynamicWorker` writes it.
+    "a sparse cluster of a worker": (
+        '{"sparseCluster": {"worker": {"1": "b:1"}, "ps": ["p:1"]}, "task": {"type": "worker", "index": 1}}',
+        "has a `sparseCluster` that does not name the other workers",
+    ),
+    "a sparse cluster of the first worker": (
+        '{"sparseCluster": {"worker": {"0": "b:1"}, "ps": []}, "task": {"type": "worker", "index": 0}}',
+        "has a `sparseCluster` that does not name the other workers",
+    ),
+    "a sparse cluster of a server": (
+        '{"sparseCluster": {"worker": {}, "ps": ["p:1", "q:1"]}, "task": {"type": "ps", "index": 0}}',
+        "has a `sparseCluster` that does not name the other workers",
+    ),
     "two chiefs": (tf_config({"chief": [A, B]}, "chief")["TF_CONFIG"], "names 2 addresses for `chief`"),
     "a task that the cluster lacks": (
         tf_config({"worker": [A]}, "chief")["TF_CONFIG"],
@@ -215,6 +290,12 @@ class TestTfConfig:
         assert places(world) == expected
         assert world.task == Task(role, index, cluster[role][index])
         assert world.source == "TF_CONFIG"
+
+    @pytest.mark.parametrize("config, rank, names", TF_CONFIG_OF_PLATFORMS.values(), ids=TF_CONFIG_OF_PLATFORMS)
+    def test_the_forms_of_the_platforms_are_read(self, config, rank, names):
+        world = World.detect({"TF_CONFIG": json.dumps(config)})
+        assert (world.rank, [world.named(other) for other in range(world.world_size)]) == (rank, names)
+        assert World.detect({"TF_CONFIG": world.tf_config()}).tasks == world.tasks
 
     def test_tasks_are_in_the_order_of_ranks(self):
         world = World.detect(tf_config({"ps": [A], "worker": [B], "chief": [C]}, "chief"))
@@ -277,6 +358,113 @@ class TestTfConfig:
             if text.strip():
                 with pytest.raises(UsageError):
                     World.detect({"TF_CONFIG": text})
+
+
+class TestEvaluator:
+    """A process that evaluates checkpoints is none of the processes that train."""
+
+    @pytest.mark.parametrize(
+        "environment",
+        [
+            tf_config({"chief": [A], "worker": [B]}, "evaluator"),  # of a TFJob
+            tf_config({"chief": [A], "worker": [B], "evaluator": [C]}, "evaluator"),
+            tf_config({"evaluator": [C]}, "evaluator"),  # of TensorFlow's tutorial on parameter servers
+            vertex({"workerpool0": [A], "workerpool1": [B], "workerpool3": [C]}, "workerpool3"),
+        ],
+        ids=["TFJob", "with its address", "alone in the cluster", "Vertex AI"],
+    )
+    def test_it_has_no_rank_and_is_no_chief(self, environment):
+        world = World.detect(environment)
+        assert (world.is_evaluator, world.evaluator, world.is_chief) == (True, 0, False)
+        assert (world.world_size, world.tasks, world.tf_config()) == (1, (), "{}")
+
+    def test_the_others_do_not_count_it(self):
+        cluster = {"chief": [A], "worker": [B], "evaluator": [C]}
+        assert World.detect(tf_config(cluster)) == World.detect(tf_config({"chief": [A], "worker": [B]}))
+
+    def test_a_strategy_that_trains_in_the_job_is_refused_there(self):
+        world = World.detect(tf_config({"worker": [A]}, "evaluator", 1))
+        with pytest.raises(UsageError, match=r"TF_CONFIG makes this process evaluator 1(?s:.*)evaluate_checkpoints"):
+            world.require_training("multiworker")
+        World.detect(tf_config({"worker": [A]})).require_training("multiworker")
+
+
+POOLS = {"workerpool0": ["p0-0:2222"], "workerpool1": ["p1-0:2222", "p1-1:2222"], "workerpool2": ["p2-0:2222"]}
+
+
+class TestVertexAI:
+    """CLUSTER_SPEC: cloud.google.com/vertex-ai/docs/training/distributed-training."""
+
+    @pytest.mark.parametrize(
+        ("pool", "index", "rank", "name"),
+        [
+            ("workerpool0", 0, 0, "chief 0 (p0-0:2222)"),
+            ("workerpool1", 1, 2, "worker 1 (p1-1:2222)"),
+            ("workerpool2", 0, 3, "ps 0 (p2-0:2222)"),
+        ],
+    )
+    def test_the_position_of_a_pool_is_a_role(self, pool, index, rank, name):
+        world = World.detect(vertex(POOLS, pool, index))
+        assert (world.rank, world.world_size, str(world.task)) == (rank, 4, name)
+        assert world.source == "Vertex AI (CLUSTER_SPEC)"
+
+    def test_one_replica_trains_alone(self):
+        assert World.detect(vertex({"workerpool0": ["p0-0:2222"]}, "workerpool0")).world_size == 1
+
+    def test_its_tf_config_goes_first(self):
+        assert World.detect(vertex(POOLS, "workerpool1") | tf_config({"worker": [A]})).source == "TF_CONFIG"
+
+    def test_a_variable_of_that_name_that_is_not_of_vertex_says_nothing(self):
+        assert World.detect({"CLUSTER_SPEC": "small"}) == World()
+
+    @pytest.mark.parametrize(
+        ("value", "says"),
+        [
+            ("workerpool0", "`CLUSTER_SPEC` is `workerpool0`, which is not JSON"),
+            (vertex(POOLS, "workerpool3", -1)["CLUSTER_SPEC"], "`CLUSTER_SPEC` says in `task`"),
+            (vertex({"workerpool9": [A]}, "workerpool0")["CLUSTER_SPEC"], "names the role `workerpool9`"),
+        ],
+    )
+    def test_one_that_cannot_be_is_refused_by_its_name(self, value, says):
+        with pytest.raises(UsageError) as caught:
+            World.detect({"CLUSTER_SPEC": value})
+        assert says in caught.value.sentence
+
+
+class TestSageMaker:
+    """SM_HOSTS and SM_CURRENT_HOST: ENVIRONMENT_VARIABLES.md of aws/sagemaker-training-toolkit."""
+
+    @pytest.mark.parametrize(("current", "rank"), [("algo-1", 0), ("algo-2", 1)])
+    def test_there_is_a_worker_on_each_host(self, current, rank):
+        world = World.detect(sagemaker('["algo-1", "algo-2"]', current) | {"SM_NUM_GPUS": "8"})
+        assert places(world) == (rank, 2, 0, 1)
+        assert [str(task) for task in world.tasks] == ["worker 0 (algo-1:2222)", "worker 1 (algo-2:2222)"]
+        assert world.source == "SageMaker (SM_HOSTS, SM_CURRENT_HOST)"
+
+    def test_one_host_trains_alone(self):
+        assert World.detect(sagemaker('["algo-1"]', "algo-1")).world_size == 1
+
+    @pytest.mark.parametrize(
+        "more", [tf_config({"worker": [A]}), {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "2"}]
+    )
+    def test_what_is_started_within_it_goes_first(self, more):
+        assert not World.detect(sagemaker('["a", "b"]', "a") | more).source.startswith("SageMaker")
+
+    @pytest.mark.parametrize(
+        ("hosts", "current", "says"),
+        [
+            ("algo-1", "algo-1", "`SM_HOSTS` is `algo-1`, which is not a JSON list of host names"),
+            ("[]", "algo-1", "`SM_HOSTS` is `[]`, which is not a JSON list"),
+            ('["a", 1]', "a", "which is not a JSON list"),
+            ('["a", "a"]', "a", "which names `a` twice"),
+            ('["a", "b"]', "c", "`SM_CURRENT_HOST` is `c`, which is not in `SM_HOSTS`"),
+            ('["a", "b"]', "", "`SM_CURRENT_HOST` is ``, which is not in `SM_HOSTS`"),
+        ],
+    )
+    def test_variables_that_cannot_be_are_refused_by_name(self, hosts, current, says):
+        with pytest.raises(UsageError) as caught:
+            World.detect(sagemaker(hosts, current))
+        assert says in caught.value.sentence and caught.value.hint
 
 
 # Rank, size, variables, and then local rank, local world size and the hosts by rank.
@@ -452,6 +640,13 @@ class TestCommand:
             f"rank 0      worker 0 ({A})",
             f"rank 1      worker 1 ({B}), this process",
             "rank 2      ps 0 ([2001:db8::1]:5)",
+        ]
+
+    def test_an_evaluator_is_told_apart(self):
+        done = CliRunner(env=tf_config({"worker": [A]}, "evaluator", 1)).invoke(world.command, [])
+        assert [line.rstrip() for line in done.output.splitlines()] == [
+            "source     TF_CONFIG",
+            "evaluator  1, which takes no part in the training",
         ]
 
     def test_a_malformed_one_ends_with_exit_code_2_and_without_tensorflow(self):

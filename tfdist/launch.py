@@ -58,7 +58,9 @@ Examples:
 @_hosts("--on", default="", metavar="ray", help="start the processes on a Ray cluster")
 @_hosts("--mpi", is_flag=True, help="start the processes with mpirun")
 @_hosts("--expose", is_flag=True, help="do not isolate the job's network")
-@_hosts("--emit", metavar="slurm|kubernetes", help="print a batch script or manifests that run the same job")
+@_hosts(
+    "--emit", metavar="slurm|kubernetes|trainjob|tfjob", help="print a batch script or manifests that run the same job"
+)
 @_output(
     "--log-dir", type=click.Path(path_type=Path), metavar="FOLDER", help="output of each process; in logs/ by default"
 )
@@ -125,10 +127,9 @@ def _run_elastic(wanted: job.Job, elastic_job: ElasticOptions, hostfile: Path | 
 def _emit(wanted: job.Job, kind: str) -> int:
     from tfdist.launcher import emit
 
-    printers = {"slurm": emit.slurm, "kubernetes": emit.kubernetes}
-    if kind not in printers:
-        raise UsageError(f"`--emit` is `{kind}`", "use `slurm` or `kubernetes`")
-    text = printers[kind](wanted)
+    if kind not in emit.TARGETS:
+        raise UsageError(f"`--emit` is `{kind}`", "use " + ", ".join(f"`{target}`" for target in emit.TARGETS))
+    text = emit.TARGETS[kind](wanted)
     if redaction.hide_in_command(wanted.command) != list(wanted.command):
         click.echo(
             "warning: The command has a password, a token or a key, and so has this text: let the program read it from "

@@ -270,6 +270,8 @@ def command(
         strategy_options=configs.with_flags(options["strategy"], settings, flags),
     )
     world = World.detect()
+    if world.is_evaluator:
+        return evaluate_checkpoints(config, world)
     elastic_job = ElasticOptions(elastic, min_workers, max_workers, host_discovery_script)
     wanted = Processes(workers, ps, restarts, expose, on, elastic_job, hostfile)
     check_processes(config, world, wanted)
@@ -427,6 +429,37 @@ def run(config: TrainConfig, world: World) -> int:
     return exit_code
 
 
+def evaluate_checkpoints(config: TrainConfig, world: World) -> int:
+    """Evaluates the checkpoints of the training that the other processes of the job run; returns the exit code.
+
+    The evaluator computes alone: its strategy is `single`, with any strategy of the training.
+    """
+    from tfdist.run.folder import RunFolder
+
+    if config.verify_steps is not None:
+        raise UsageError(
+            f"{world.source} makes this process {world.place}, and a verification makes no checkpoints to evaluate",
+            "start a verification without an evaluator",
+        )
+    if config.run_dir is None:
+        raise UsageError(
+            f"{world.source} makes this process {world.place}, and `--run-dir` is not set",
+            "name the folder of the run, on a file system that the evaluator shares with the chief",
+        )
+    restarted = os.environ.get(job_environment.RESTART, "0") != "0"
+    config = dataclasses.replace(
+        config, strategy="single", strategy_options={}, devices=None, resume=config.resume or restarted
+    )
+    # Made before TensorFlow is imported, so that no early checkpoint is missed.
+    folder = RunFolder(config.run_dir, resume=config.resume, evaluator=world.evaluator)
+    show = (lambda *lines: None) if config.quiet else click.echo
+    with terminal.guarded_stdout(), terminal.logged_to(None if config.verbose else folder.log) as stderr:
+        try:
+            return _run_and_report(config, folder, show, stderr)
+        finally:
+            folder.end_following()
+
+
 def _run_and_report(config: TrainConfig, folder: RunFolder, show: Callable[..., None], stderr: TextIO) -> int:
     """Runs the session, reports its end on the terminal and in the record, and returns the exit code."""
     session: Session | None = None
@@ -496,8 +529,11 @@ def _result_rows(record: RunRecord, folder: RunFolder) -> list[tuple[str, str]]:
 
 
 def _run(session: Session) -> RunRecord | None:
-    """Trains or verifies; returns the record of the training, or `None` after a verification."""
+    """Trains, verifies or evaluates checkpoints; returns the record of a training, else `None`."""
     try:
+        if session.folder.follower is not None:
+            session.evaluate_checkpoints()
+            return None
         if session.config.verify_steps is None:
             return session.run()
         session.verify()

@@ -26,6 +26,9 @@ def command() -> None:
 def rows(world: World) -> Iterator[tuple[str, str]]:
     """Names and values that describe a job."""
     yield "source", world.source
+    if world.is_evaluator:
+        yield "evaluator", f"{world.evaluator}, which takes no part in the training"
+        return
     yield "rank", f"{world.rank} of {world.world_size}"
     yield "local rank", f"{world.local_rank} of {world.local_world_size}"
     for rank, task in enumerate(world.tasks):

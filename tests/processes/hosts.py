@@ -19,7 +19,8 @@ SLOWED = "tbf rate 1gbit burst 128kb latency 50ms"
 class Hosts:
     """Network namespaces of this machine; what they hold ends with them."""
 
-    def __init__(self, count=2):
+    def __init__(self, count=2, called=NAMES):
+        self.called = called
         # The names are this process' own: others may run the same tests.
         self.names = [f"tfdist-{os.getpid()}-{index}" for index in range(count)]
 
@@ -36,7 +37,7 @@ class Hosts:
         for index in range(len(self.names)):
             self._folder(index).mkdir(parents=True)
             addresses = [*ADDRESSES[:index], "127.0.1.1", *ADDRESSES[index + 1 :]]
-            lines = [f"{address} {name}\n" for address, name in zip(addresses, NAMES, strict=True)]
+            lines = [f"{address} {name}\n" for address, name in zip(addresses, self.called, strict=False)]
             (self._folder(index) / "hosts").write_text("".join(["127.0.0.1 localhost\n", *lines]))
 
     def join(self):
@@ -61,7 +62,7 @@ class Hosts:
 
     def inside(self, index):
         """What to put before a command that runs on one of them."""
-        named = ("unshare", "--uts", "sh", "-c", 'hostname "$0" && exec "$@"', NAMES[index])
+        named = ("unshare", "--uts", "sh", "-c", 'hostname "$0" && exec "$@"', self.called[index])
         return ("ip", "netns", "exec", self.names[index], *named)
 
     def _folder(self, index):

@@ -279,7 +279,7 @@ class Checkpoint(ClockedCallback):
         due = self.every_epochs is not None and (epoch + 1) % self.every_epochs == 0
         last = epoch + 1 == self.params.get("epochs") or self.model.stop_training
         if due or last or self._position.is_due(self.every_steps):
-            self._save(epoch + 1, 0, logs, self._data_state())
+            self._save(epoch + 1, 0, logs, self._data_state(), last)
             if not last:
                 elastic.end_if_signaled(self._peers, self._finish_write)
 
@@ -326,7 +326,7 @@ class Checkpoint(ClockedCallback):
                 stacklevel=2,
             )
 
-    def _save(self, epoch: int, batch: int, logs: dict[str, Any], data: list[Entry] | None) -> None:
+    def _save(self, epoch: int, batch: int, logs: dict[str, Any], data: list[Entry] | None, last: bool = False) -> None:
         if not math.isfinite(logs.get("loss", 0.0)):
             return
         self._finish_write()  # so that there is only one snapshot in memory
@@ -343,6 +343,7 @@ class Checkpoint(ClockedCallback):
             step=self.step,
             optimizer=training_state.optimizer_class(self.model),
             stopped=bool(self.model.stop_training),
+            last=last,
             best=self.best,
             train_seconds=self.train_seconds,
             epoch_logs=list(self.epoch_logs),

@@ -64,6 +64,7 @@ class Header:
         step: the number of steps of the run, over all epochs.
         optimizer: the optimizer's class.
         stopped: whether a callback had ended the training.
+        last: whether the training ended with it.
         best: `{"monitor", "value", "epoch"}` of the best epoch so far.
         train_seconds: the training time so far, without evaluation.
         epoch_logs: the logs of each finished epoch, with its number under "epoch".
@@ -80,6 +81,7 @@ class Header:
     step: CountOrZero
     optimizer: str
     stopped: bool = False
+    last: bool = False
     best: dict[str, Any] | None = None
     train_seconds: float = 0.0
     epoch_logs: list[dict[str, Any]] = field(default_factory=list)

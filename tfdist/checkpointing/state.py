@@ -32,7 +32,7 @@ from tfdist.internals import keras as keras_internals
 from tfdist.internals import keras_variables, tensorflow_variables
 from tfdist.internals.keras import tf_variable
 from tfdist.internals.tensorflow_variables import copies
-from tfdist.jobs.consensus import Peers, all_gather_object, any_of
+from tfdist.jobs.consensus import Alone, Peers, all_gather_object, any_of
 
 COPY_THREADS = 4
 COPIED_BYTES = 1 << 24
@@ -122,6 +122,23 @@ def restore(model: Any, callbacks: Iterable[Any], stored: Stored, peers: Peers, 
     _restore_callbacks_state(callbacks, header.callbacks, entries, header.train_seconds)
     _restore_untracked(model, entries)
     restore_random_states(entries)
+
+
+def restore_weights(model: Any, stored: Stored) -> None:
+    """Restores only what a model computes with, for an evaluation.
+
+    Raises:
+        CheckpointError: the checkpoint is of another model.
+    """
+    difference = first_difference(model, stored.entries, ("model",))
+    if difference is not None:
+        raise CheckpointError(
+            f"The checkpoint `{stored.header.path}` is of another model: it has {difference[0]}, where the model has "
+            f"{difference[1]}",
+            "give the evaluator the model of the training",
+        )
+    _assign_groups(model, stored, stored.entries, ("model",), Alone())
+    _restore_untracked(model, stored.entries)
 
 
 def groups_to_restore(model: Any, stored: Stored) -> tuple[str, ...]:

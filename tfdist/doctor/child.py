@@ -16,14 +16,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import IO
 
-from tfdist.jobs import job_environment
+from tfdist.jobs import job_environment, sagemaker
+from tfdist.jobs.tf_config import CLUSTER_SPEC
 from tfdist.jobs.world import PMI, VARIABLES_OF_RANKS
 
 SECONDS_TO_END = 5.0
 # Names, or prefixes of names, of the variables with which launchers describe a job to its processes. The user's own
 # settings, such as OMPI_MCA_btl and HOROVOD_GLOO_IFACE, are not among them.
 JOB_VARIABLES = (
-    job_environment.TF_CONFIG,
+    *(job_environment.TF_CONFIG, CLUSTER_SPEC, sagemaker.HOSTS, sagemaker.CURRENT_HOST),
     *(name for names in (*VARIABLES_OF_RANKS.values(), *PMI.values()) for name in names),
     *(job_environment.JOB, job_environment.CLUSTER, job_environment.TASK, job_environment.PROCESS),
     *(job_environment.SHARE_CORES, job_environment.ELASTIC, job_environment.OWN_NETWORK),

@@ -41,6 +41,8 @@ def job_findings(environment: Mapping[str, str] = os.environ) -> list[Finding]:
     world = World.detect(environment)
     if world.source == "alone":
         return [ok(SUBJECT, "No variable describes a job: a process that is started here trains alone")]
+    if world.is_evaluator:
+        return [ok(SUBJECT, f"{world.source} makes this process {world.place}, which takes no part in the training")]
     findings = [*_other_descriptions(world, environment), *_hosts(world), *_own_address(world)]
     sentence = f"{world.source} makes this process rank {world.rank} of {world.world_size}"
     return findings if any(finding.is_problem for finding in findings) else [ok(SUBJECT, sentence), *findings]

@@ -88,6 +88,7 @@ def init(
     limits = Limits(checked_seconds("timeout_seconds", timeout_seconds), busy_seconds)
     horovod = engine.load()
     world = World.detect()
+    world.require_training("tfdist.horovod")
     meeting: contextlib.AbstractContextManager[dict[str, str]] = contextlib.nullcontext({})
     if comm is None and world.tasks and not KNOWN_TO_HOROVOD & engine.set_by_others():
         start_seconds = rendezvous.start_timeout_seconds(None)

@@ -26,6 +26,7 @@ SHARE_CORES = "TFDIST_SHARE_CORES"  # use this process's part of the cores, by i
 RESTART = "TFDIST_RESTART"  # how many times the job was restarted
 ELASTIC = "TFDIST_ELASTIC"  # end at a checkpoint when the launcher asks for it
 START_SECONDS = "TFDIST_START_SECONDS"  # how long processes wait for each other at the start
+EVALUATOR_SECONDS = "TFDIST_EVALUATOR_SECONDS"  # how long an evaluator waits for the next checkpoint
 END_SECONDS = "TFDIST_END_SECONDS"  # how long after SIGTERM the launcher sends SIGKILL
 TYPED = "TFDIST_TYPED"  # the command that started the job, as the user typed it
 CLUSTER = "TFDIST_CLUSTER"  # a file with the addresses of all processes, if TF_CONFIG would be too long

@@ -10,6 +10,8 @@ Synopsis:
     >>> world = World.detect(slurm)
     >>> world.named(1)
     'worker 1 (gpu02:20112)'
+    >>> World.detect({"SM_HOSTS": '["algo-1", "algo-2"]', "SM_CURRENT_HOST": "algo-2"}).named(1)
+    'worker 1 (algo-2:2222)'
     >>> world.tf_config()
     '{"cluster": {"worker": ["gpu01:20112", "gpu02:20112"]}, "task": {"type": "worker", "index": 1}}'
 """
@@ -23,9 +25,9 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from tfdist.errors import UsageError
-from tfdist.jobs import slurm, tf_config
+from tfdist.jobs import sagemaker, slurm, tf_config
 from tfdist.jobs.job_environment import TF_CONFIG, find_tf_config, number
-from tfdist.jobs.tf_config import ROLES, Task, means_itself
+from tfdist.jobs.tf_config import CLUSTER_SPEC, EVALUATOR, ROLES, Task, means_itself
 
 # Environment variables that contain no addresses: rank, world size, local rank, local world size.
 VARIABLES_OF_RANKS = {
@@ -60,7 +62,9 @@ class World:
         local_world_size: the number of processes of the job on this machine.
         source: the environment variables that these values come from, or "alone".
         tasks: all processes of the job by rank: chief, workers, parameter servers. Empty for a process that was started
-            alone, and if the source contains no addresses, as with MPI.
+            alone, for an evaluator, and if the source contains no addresses, as with MPI.
+        evaluator: the number of this process among the evaluators, which evaluate the checkpoints of a job and take no
+            part in its training; `None` for a process that trains.
         speeds: the relative size of each process's part of a batch; `None` if all parts are equal.
     """
 
@@ -70,6 +74,7 @@ class World:
     local_world_size: int = 1
     source: str = "alone"
     tasks: tuple[Task, ...] = ()
+    evaluator: int | None = field(default=None, repr=False)
     speeds: tuple[int, ...] | None = field(default=None, repr=False)
 
     @classmethod
@@ -77,14 +82,14 @@ class World:
         """The world that `environment` describes; one process if it describes none.
 
         Reads TF_CONFIG, or the file that replaces it in large jobs, else the variables of `horovodrun`, of Open MPI's
-        `mpirun`, of Slurm, of PMI or PMIx.
+        `mpirun`, of Slurm, of PMI or PMIx, of Vertex AI, of SageMaker.
 
         Raises:
             UsageError: the description is wrong; the message names the field or variable.
         """
         config = find_tf_config(environment)
         if config:
-            return _from_tasks(*tf_config.parse(config), TF_CONFIG)
+            return _from_config(config, TF_CONFIG, TF_CONFIG)
         for source, names in VARIABLES_OF_RANKS.items():
             if names[0] in environment:
                 return _from_ranks(source, names, environment)
@@ -93,12 +98,22 @@ class World:
         for source, names in PMI.items():
             if names[0] in environment and names[1] in environment:
                 return _from_ranks(source, names, environment)
-        return cls()
+        return _from_platform(environment)
 
     @property
     def is_chief(self) -> bool:
         """Whether this process writes the files of the run: rank 0, which is worker 0 if no task has the role chief."""
-        return self.rank == 0
+        return self.rank == 0 and not self.is_evaluator
+
+    @property
+    def is_evaluator(self) -> bool:
+        """Whether this process evaluates the checkpoints of a job, and takes no part in its training."""
+        return self.evaluator is not None
+
+    @property
+    def place(self) -> str:
+        """What this process is, such as `evaluator 0` or `rank 1 of 2`."""
+        return f"{EVALUATOR} {self.evaluator}" if self.is_evaluator else f"rank {self.rank} of {self.world_size}"
 
     @property
     def task(self) -> Task | None:
@@ -119,6 +134,16 @@ class World:
         if task is None:
             return "{}"
         return json.dumps({"cluster": self.cluster(), "task": {"type": task.role, "index": task.index}})
+
+    def require_training(self, strategy: str) -> None:
+        """Raises `UsageError` if this process is an evaluator: `strategy` would train a separate model in it."""
+        if self.is_evaluator:
+            raise UsageError(
+                f"{self.source} makes this process {self.place}, which takes no part in the training, "
+                f"and `{strategy}` trains in the processes of the job",
+                "call `tfdist.evaluate_checkpoints` here, or start `python -m tfdist.train`, which does; see "
+                "docs/kubeflow.md",
+            )
 
     def require_size(self, engine_size: int, engine: str) -> None:
         """Requires that `engine` finds all processes of the job: otherwise each process would train alone.
@@ -189,6 +214,22 @@ def _from_ranks(source: str, names: Sequence[str], environment: Mapping[str, str
     if size == 1:
         return World(source=f"{source} ({rank_name}, {size_name})")
     return World(rank, size, local_rank, local_size, f"{source} ({rank_name}, {size_name})")
+
+
+def _from_config(config: str, variable: str, source: str) -> World:
+    place, tasks = tf_config.parse(config, variable)
+    if place.evaluator is not None:
+        return World(source=source, evaluator=place.evaluator)
+    return _from_tasks(place.rank, tasks, source)
+
+
+def _from_platform(environment: Mapping[str, str]) -> World:
+    """The world that a cloud platform describes, in which other launchers may have started the process."""
+    if "workerpool" in environment.get(CLUSTER_SPEC, ""):  # other programs may use a variable with this name
+        return _from_config(environment[CLUSTER_SPEC], CLUSTER_SPEC, f"Vertex AI ({CLUSTER_SPEC})")
+    if sagemaker.HOSTS in environment:
+        return _from_tasks(*sagemaker.parse(environment))
+    return World()
 
 
 def _from_tasks(rank: int, tasks: tuple[Task, ...], source: str) -> World:

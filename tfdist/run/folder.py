@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 from pydantic import BaseModel, Field, ValidationError
 
 from tfdist import extras, files, terminal
+from tfdist.checkpointing.follower import Follower
 from tfdist.errors import MissingPackageError, RunFolderError
 from tfdist.run import schema
 from tfdist.run.history import HistoryFile
@@ -132,6 +133,7 @@ class RunFolder:
         run_dir: the folder of the run; created if it does not exist.
         resume: whether the folder may already contain a run.
         rank: the rank of this process.
+        evaluator: the number of an evaluator, which has no rank.
 
     Attributes:
         run_dir: the folder of the run, into which the chief writes.
@@ -147,16 +149,20 @@ class RunFolder:
         profile: the most expensive operations of the profiled steps.
         checkpoints: the folder of checkpoints.
         model: the trained model in Keras format.
+        follower: finds the checkpoints of the run, which the chief writes; only of an evaluator.
 
     Raises:
         RunFolderError: the folder cannot be created or written; it contains a run and `resume` is not set; or a file
             that is read or appended to is not a regular file.
     """
 
-    def __init__(self, run_dir: str | os.PathLike[str], resume: bool = False, rank: int = 0):
+    def __init__(
+        self, run_dir: str | os.PathLike[str], resume: bool = False, rank: int = 0, evaluator: int | None = None
+    ):
         self.run_dir = Path(run_dir)
-        self.is_chief = rank == 0
-        self.path = self.run_dir if self.is_chief else self.run_dir / f"rank-{rank}"
+        self.is_chief = rank == 0 and evaluator is None
+        subfolder = f"rank-{rank}" if evaluator is None else f"evaluator-{evaluator}"
+        self.path = self.run_dir if self.is_chief else self.run_dir / subfolder
         self.run_json = self.run_dir / "run.json"
         self.history = self.path / "history.csv"
         self._history_file = HistoryFile(self.history)
@@ -186,6 +192,13 @@ class RunFolder:
             _require_no_link(folder)
         for path in (self.run_json, self.log, self.vocabulary, self.target_vocabulary):
             _require_regular(path)
+        checkpoints = self.run_dir / self.checkpoints.name
+        self.follower = None if evaluator is None else Follower(checkpoints, self.checkpoints).start()
+
+    def end_following(self) -> None:
+        """Ends the search for new checkpoints."""
+        if self.follower is not None:
+            self.follower.close()
 
     def remove_if_unused(self) -> None:
         """Removes the folder if this object created it and it contains at most a log, since the run has not begun."""

@@ -27,6 +27,7 @@ import tensorflow as tf
 import tfdist
 from tfdist import callbacks, data, files, models, tasks, terminal
 from tfdist.callbacks import memory
+from tfdist.checkpointing import evaluation
 from tfdist.data.formats import text
 from tfdist.data.tools import for_model
 from tfdist.errors import UsageError
@@ -34,7 +35,7 @@ from tfdist.internals import keras as keras_internals
 from tfdist.internals.tensorflow import runtime_started
 from tfdist.jobs import consensus
 from tfdist.profiling import trace
-from tfdist.run import optimizers, recorder, schema
+from tfdist.run import evaluator, optimizers, recorder, schema
 from tfdist.run.config import TrainConfig
 from tfdist.run.folder import RunFolder, load_record, optional, writing
 from tfdist.run.recorder import Recorder, begin_record
@@ -206,6 +207,40 @@ class Session:
         if self._profile is not None and self._profile.untraced is not None:
             raise UsageError(self._profile.untraced, "profile earlier steps in a new run with `--profile`")
         return self.record
+
+    def evaluate_checkpoints(self) -> None:
+        """Evaluates the checkpoints of a training that runs in other processes, until it has ended.
+
+        Raises:
+            ClusterError: the training has failed, has not begun, or seems to be dead.
+        """
+        config, follower = self.config, self.folder.follower
+        assert follower is not None
+        strategy, source, model, _ = self._build()
+        split = next((name for name in ("validation", "test") if source.spec.examples[name]), None)
+        if split is None:
+            raise UsageError(
+                f"The dataset `{config.dataset}` has no examples for validation or test, and this process evaluates",
+                "leave the evaluator out",
+            )
+        feed = self._feed(strategy, source, split)
+        history = evaluation.History(self.folder.history, self.folder.tensorboard / self.folder.path.name)
+        training = evaluator.Training(self.folder, history, config.resume)
+
+        def ended(waited: float) -> bool:
+            self.raise_if_interrupted()
+            return training.ended(waited)
+
+        evaluation.evaluate_each(
+            model,
+            follower,
+            lambda: strategy.evaluate(model, feed, return_dict=True, verbose=0),
+            history,
+            ended,
+            resumed=config.resume,
+            prefix="val_" if split == "validation" else "test_",
+            show=self._show,
+        )
 
     def verify(self) -> None:
         """Compares the first steps with one device, and shows the differences.
