@@ -42,6 +42,25 @@ def names(package: str) -> list[str]:
     return sorted(module.name for module in pkgutil.iter_modules(path) if not module.name.startswith("_"))
 
 
+def summary(package: str, name: str) -> str:
+    """The first paragraph of the docstring of a module of `package`, without the name at its beginning."""
+    paragraph = (ast.get_docstring(_tree(package, name)) or "").partition("\n\n")[0]
+    return " ".join(paragraph.split()).removeprefix(f"`{name}`: ")
+
+
+def constant(package: str, name: str, attribute: str) -> Any:
+    """The literal that a module of `package` assigns to `attribute`, or `None`; the module is not imported."""
+    for node in _tree(package, name).body:
+        if isinstance(node, ast.Assign) and any(ast.unparse(target) == attribute for target in node.targets):
+            return ast.literal_eval(node.value)
+    return None
+
+
+def _tree(package: str, name: str) -> ast.Module:
+    (folder,) = importlib.import_module(package).__path__
+    return ast.parse((Path(folder) / f"{name}.py").read_text(encoding="utf-8"))
+
+
 def find(name: str, kind: str, package: str, attribute: str) -> Callable[..., Any]:
     """Returns the function with the name `name`.
 
@@ -151,7 +170,8 @@ def call(function: Callable[..., Any], *arguments: Any, kind: str, name: str, op
     if missing:
         needs = ", ".join(f"`{option}`" for option in missing)
         raise UsageError(
-            f"The {kind} `{name}` needs the option {needs}", f"set it with `--{OPTIONS_OF[kind]} {missing[0]}=VALUE`"
+            f"The {kind} `{name}` needs the option {needs}",
+            "set it with `" + " ".join(f"--{OPTIONS_OF[kind]} {option}=VALUE" for option in missing) + "`",
         )
     try:
         return function(*arguments, **checked(function, options, kind=kind, name=name))

@@ -28,6 +28,7 @@ import click
 import psutil
 
 from tfdist import data, models, redaction, registry, startup, strategies, terminal
+from tfdist.command_line import mistakes
 from tfdist.data.input import augmentation
 from tfdist.errors import EXIT_INTERRUPTED, EXIT_USAGE, ClusterError, TfdistError, UsageError, VerificationError
 from tfdist.jobs import job_environment, process_exit
@@ -91,7 +92,8 @@ class _TrainCommand(terminal.Command):
     """A command that, with `--resume`, takes missing options from the run that it continues."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        options = self._options_of_resumed_run(ctx, args)
+        with mistakes.as_sentences(ctx, tuple(args)):
+            options = self._options_of_resumed_run(ctx, args)
         if options:
             ctx.meta[COMMAND] = complete = resuming.as_arguments(options, self.params)
             args = [*complete, "--resume", *self._parse(ctx, args)[1]]  # with what is no option, which click refuses
@@ -154,11 +156,6 @@ def _refuse_missing_secrets(earlier: Mapping[str, Any], given: Mapping[str, Any]
 @click.command(
     cls=_TrainCommand,
     epilog=EXAMPLES,
-    context_settings={
-        "max_content_width": terminal.HELP_WIDTH,
-        # Accepts `--batch_size` for `--batch-size`; the names of models and modules are not changed.
-        "token_normalize_func": lambda token: token.replace("_", "-"),
-    },
 )
 @_data("--dataset", required=True, metavar="NAME", help=_names(data.names(), reference="function"))
 @_data("--data-option", multiple=True, metavar="NAME=VALUE", help="an option of the dataset; may be repeated")

@@ -16,6 +16,7 @@ from tfdist.data.input.arrays import Arrays
 from tfdist.data.input.source import Source
 from tfdist.data.spec import DataSpec
 
+TASKS = ("classification",)
 SPEC = DataSpec(
     name="digits",
     task="classification",

@@ -21,6 +21,7 @@ from tfdist.data.spec import DataSpec
 from tfdist.errors import DataError
 from tfdist.options import Count, Size
 
+TASKS = ("classification",)
 _FOLDERS = {"train": ("train",), "validation": ("validation", "val"), "test": ("test",)}
 
 
