@@ -96,6 +96,8 @@ def _compare(
     _require(settings, {"contestants": "--strategies", "models": "--model", "datasets": "--dataset"})
     study = plan.Plan(**settings)
     _check_names(study)
+    if resume and out is None:
+        raise UsageError("`--resume` needs `--out`, which is not set", "name the study's folder with `--out`")
     folder = out or Path("studies") / f"{datetime.now(UTC):%Y%m%d-%H%M%S}"
     failed = run(study, folder, resume, run_seconds)
     report.show([folder], folder, prices, tensorboard)

@@ -115,12 +115,13 @@ class _TrainCommand(terminal.Command):
         if not typed.get("resume") or typed.get("help"):
             return {}
         configs.require_run_to_resume(True, typed.get("run_dir"))
-        from tfdist.run.folder import load_record
+        from tfdist.run import folder
 
         run_dir = Path(typed["run_dir"])
-        if typed.get("strategy") and run_dir.is_dir() and not os.path.lexists(run_dir / "run.json"):
+        if typed.get("strategy") and not os.path.lexists(run_dir / folder.RECORD):
+            folder.require_run_or_its_start(run_dir)
             return {}  # the run ended before it wrote a record
-        recorded, _ = self._parse(ctx, load_record(run_dir).command[2:])
+        recorded, _ = self._parse(ctx, folder.load_record(run_dir).command[2:])
         _refuse_missing_secrets(recorded, given=typed)
         for name in ("resume", "run_dir", "help"):
             recorded.pop(name, None)
