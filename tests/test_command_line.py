@@ -2,18 +2,23 @@
 
 import doctest
 import json
+import os
 import re
 import subprocess
 import sys
+import warnings
 
 import click
 import pytest
 from click.testing import CliRunner
 
-from tfdist import data, models, strategies, world
+import tfdist
+from tfdist import data, models, strategies, terminal, train, world
 from tfdist.__main__ import main
 from tfdist.command_line import mistakes, options
 from tfdist.data import spec
+from tfdist.errors import CostWarning, JobWarning
+from tfdist.jobs import job_environment
 
 COMMANDS = [(name, command) for name, command in sorted(main.commands.items())]
 EVERY_COMMAND = pytest.mark.parametrize(("name", "command"), [*COMMANDS, ("world", world.command)])
@@ -169,3 +174,50 @@ def test_the_lists_are_shown_without_tensorflow():
         "assert 'tensorflow' not in sys.modules and 'keras' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+def test_a_verification_on_a_busy_machine_says_so(monkeypatch):
+    said = []
+    monkeypatch.setattr(terminal, "say", said.append)
+    monkeypatch.setattr(os, "cpu_count", lambda: 2)
+    for load in (1.0, 20.0):
+        monkeypatch.setattr(os, "getloadavg", lambda load=load: (load, load, load))
+        train.warn_of_load()
+    (line,) = said
+    assert line.startswith("warning: The load of this machine is 20.0, and it has 2 cores")
+
+
+def test_more_devices_or_workers_than_cores_are_worth_a_sentence(monkeypatch):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: {0, 1})
+    assert job_environment.crowding(2, "workers") is None
+    assert job_environment.crowding(99, "workers").startswith("99 workers share 2 cores")
+    from tfdist.interface import devices  # here, because it imports TensorFlow
+
+    with pytest.warns(CostWarning, match="3 logical devices share 2 cores"):
+        devices.choose(3)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        devices.choose(2)
+        devices.choose(None, default_cpus=3)  # which nobody has asked for
+
+
+@pytest.mark.parametrize("name", ["local_sgd", "gossip", "multiworker"])
+def test_a_strategy_for_several_processes_says_that_it_is_alone(name):
+    with pytest.warns(JobWarning, match=f"`{name}` trains in several processes, and this process is alone"):
+        tfdist.strategy(name)
+
+
+@pytest.mark.parametrize(
+    ("name", "options"), [("single", {}), ("custom", {"devices": 2}), ("pipeline", {"devices": 2})]
+)
+def test_a_strategy_for_one_process_says_nothing_of_being_alone(name, options):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", JobWarning)
+        tfdist.strategy(name, **options)
+
+
+def test_a_study_that_is_not_there_is_not_resumed(working_folder):
+    study = ("compare", "--strategies", "single", *ONE_DEVICE, "--resume")
+    assert "`--resume` needs `--out`, which is not set" in answer(*study)
+    assert "`--resume` is set, and `typo` has no study" in answer(*study, "--out", "typo")
+    assert not list(working_folder.iterdir())

@@ -29,6 +29,12 @@ from tfdist.options import checked, initializers
 
 # The command-line option that passes options to a function of each kind.
 OPTIONS_OF = {"dataset": "data-option", "model": "model-option", "strategy": "strategy-option"}
+# An example of a name of each kind, and the form of a user's own.
+EXAMPLES_OF = {
+    "dataset": ("digits", "module:function"),
+    "model": ("mlp", "module:function"),
+    "strategy": ("custom", "module:Class"),
+}
 # The first argument of a function of each kind: its name and its meaning.
 FIRST_ARGUMENT_OF = {
     "dataset": ("data_dir", "the folder from `--data-dir`, or `None`"),
@@ -74,10 +80,18 @@ def find(name: str, kind: str, package: str, attribute: str) -> Callable[..., An
         UnknownNameError: `package` has no such module.
         UsageError: `module:function` is not a callable.
     """
+    require_text(name, kind)
     if ":" in name:
         return resolve(name, kind)
     require_known(name, kind, names(package))
     return getattr(importlib.import_module(f"{package}.{name}"), attribute)
+
+
+def require_text(name: Any, kind: str) -> None:
+    """Raises `UsageError` for a name that is not a text, such as an object of the kind itself."""
+    if not isinstance(name, str):
+        example, own = EXAMPLES_OF[kind]
+        raise UsageError(f"The {kind} is `{name}`", f"pass a name, such as `{example}`, or your own as `{own}`")
 
 
 def require_known(name: str, kind: str, known: Sequence[str]) -> None:

@@ -28,6 +28,7 @@ from tfdist.errors import (
     CheckpointWarning,
     CostWarning,
     DifferenceWarning,
+    JobWarning,
     TfdistError,
     UnknownNameError,
     printable,
@@ -72,7 +73,7 @@ def logged_to(log: Path | None) -> Iterator[TextIO]:
 
 def _show_warning(show: Callable[..., None], message: Any, category: type[Warning], *where: Any) -> None:
     """Shows the user a warning of a class that tfdist defines, and passes other warnings to `show`."""
-    if issubclass(category, DifferenceWarning | CostWarning | CheckpointWarning):
+    if issubclass(category, DifferenceWarning | CostWarning | CheckpointWarning | JobWarning):
         say(f"warning: {printable(str(message))}")
     else:
         show(message, category, *where)

@@ -261,9 +261,18 @@ def command(
     elastic_job = ElasticOptions(elastic, min_workers, max_workers, host_discovery_script)
     wanted = Processes(workers, ps, restarts, expose, elastic_job, hostfile)
     check_processes(config, world, wanted)
+    if config.verify_steps is not None and job_environment.JOB not in os.environ:
+        warn_of_load()
     if world.world_size == 1 and wanted.several and job_environment.JOB not in os.environ:
         return launch(config, wanted, _arguments())
     return run(config, world)
+
+
+def warn_of_load() -> None:
+    """Says that this machine is busy, if its load is well above its cores."""
+    excess = job_environment.excess_load(os.getloadavg()[0], os.cpu_count() or 1)
+    if excess is not None:
+        terminal.say(f"warning: {excess}.")
 
 
 @dataclasses.dataclass(frozen=True)

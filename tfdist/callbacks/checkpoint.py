@@ -43,6 +43,7 @@ from tfdist.interface.variables import broadcast_array
 from tfdist.internals import keras as keras_internals
 from tfdist.internals import keras_patches
 from tfdist.jobs import consensus, elastic
+from tfdist.options import checks_arguments
 
 if TYPE_CHECKING:
     from tfdist.data.input.feed import DataPasses
@@ -98,6 +99,7 @@ class Checkpoint(ClockedCallback):
     epoch_logs: list[dict[str, Any]]
     _epoch_began: float | None
 
+    @checks_arguments
     def __init__(
         self,
         folder: str | Path,
