@@ -137,9 +137,10 @@ class Source:
         """
         owner = f"The dataset `{name}`"
         classes, divisor = check_value(int, classes, "classes", owner), check_value(Count, divisor, "divisor", owner)
-        fields = [field.name for field in dataclasses.fields(DataSpec)]
-        if unknown := [fact for fact in facts if fact not in fields]:
-            raise registry.unknown_option("dataset", name, unknown[0], fields)
+        of_arrays = ("name", "task", "input_shape", "classes", "examples")
+        known = [field.name for field in dataclasses.fields(DataSpec) if field.name not in of_arrays]
+        if unknown := [fact for fact in facts if fact not in known]:
+            raise registry.unknown_option("dataset", name, unknown[0], known)
         by_split = {"train": train, "validation": validation, "test": test}
         for split, pair in by_split.items():
             if pair is not None:
