@@ -65,6 +65,11 @@ def build(name: str, spec: DataSpec, **options: Any) -> keras.Model:
             `module:function` does not return a model.
     """
     function = _builder(name)
+    if not hasattr(spec, "task"):
+        raise UsageError(
+            f"The spec for the model `{name}` is a `{type(spec).__name__}`, not a `tfdist.data.DataSpec`",
+            "pass the spec of a dataset: `tfdist.data.load(...).spec`",
+        )
     if spec.task not in (tasks(name) or [spec.task]):
         does = " and ".join(task.replace("_", " ") for task in tasks(name))
         raise UsageError(

@@ -25,12 +25,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tfdist import registry
-from tfdist.errors import UsageError
+from tfdist.errors import JobWarning, UsageError
 from tfdist.interface import strategy_options
 from tfdist.interface import traits as _traits
 from tfdist.interface.strategy_options import Signature
 from tfdist.interface.traits import Traits
-from tfdist.jobs.world import World
+from tfdist.jobs.world import ALONE, World
 
 if TYPE_CHECKING:
     from tfdist.strategies.base import Strategy
@@ -92,6 +92,7 @@ def create(name: str, **options: Any) -> Strategy:
         UsageError: an option is unknown or cannot be used here, `module:Class` is not a strategy, or this process is
             the evaluator of a job in whose processes the strategy trains.
     """
+    registry.require_text(name, "strategy")
     if traits(name).processes:
         _world().require_training(name)
     strategy_class = _users_class(name) if ":" in name else _class(name)
@@ -99,6 +100,8 @@ def create(name: str, **options: Any) -> Strategy:
     strategy: Strategy = registry.call(strategy_class, kind="strategy", name=name, options=options)
     if not traits(name).processes:
         _warn_of_other_processes(name)
+    elif _world().source == ALONE and len(strategy.devices) == 1:
+        _warn_of_being_alone(name)
     return strategy
 
 
@@ -110,8 +113,20 @@ def _warn_of_other_processes(name: str) -> None:
             f"This process is {world.rank + 1} of {world.world_size} of a job ({world.source}), and the strategy "
             f"`{name}` trains in one process: each process of the job trains a model of its own. "
             f"To train one model, use one of {', '.join(f'`{other}`' for other in having('processes'))}",
+            JobWarning,
             stacklevel=4,
         )
+
+
+def _warn_of_being_alone(name: str) -> None:
+    """Warns that a strategy for several processes has only this one, as if `--workers` had been forgotten."""
+    warnings.warn(
+        f"`{name}` trains in several processes, and this process is alone: neither `--workers` nor TF_CONFIG, `mpirun` "
+        "or Slurm describes a job. Start a script with `python -m tfdist.launch --workers 2`, and the command with "
+        "`--workers 2`",
+        JobWarning,
+        stacklevel=4,
+    )
 
 
 def _world() -> World:

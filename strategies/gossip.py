@@ -1,4 +1,5 @@
 """`gossip`: processes train independently and exchange weights with a few others around each step; there is no centre.
+To study decentralised training, and for networks in which no process reaches all others.
 
     dpsgd      each process mixes its weights with those of its neighbours, at every step      synchronous
     sgp        each process pushes half of its weights to another process, at every step       synchronous

@@ -1,4 +1,5 @@
-"""`hogwild`: threads of one process take steps on the same variables, without waiting for each other.
+"""`hogwild`: threads of one process take steps on the same variables, without waiting for each other. For sparse
+gradients on several cores, and to study staleness without a cluster.
 
     thread    reads the variables, computes the gradients of a whole batch, and updates the variables
 

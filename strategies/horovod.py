@@ -1,4 +1,5 @@
-"""`horovod`: data parallelism over the processes of a job, with Horovod's all-reduce.
+"""`horovod`: data parallelism over the processes of a job, with Horovod's all-reduce. For MPI's faster communication,
+and for workers that come and go.
 
     horovodrun, mpirun                      set the ranks of the processes, and Horovod connects them
     TF_CONFIG, Slurm, `--workers N`         tfdist connects the processes, with Gloo

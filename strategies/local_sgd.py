@@ -1,4 +1,7 @@
-"""`local_sgd`: processes train independently and synchronize from time to time, by one of these rules:
+"""`local_sgd`: processes train independently, and synchronize their weights at intervals. For networks on which
+exchanging gradients in each step takes too long.
+
+The rules of synchronization:
 
     average           the mean                                                          every 16 steps
     slowmo            momentum over the changes between synchronizations                every 48 steps

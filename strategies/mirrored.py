@@ -1,4 +1,5 @@
-"""`mirrored`: `tf.distribute.MirroredStrategy`, with a copy of every variable on each device of this machine.
+"""`mirrored`: `tf.distribute.MirroredStrategy`, with a copy of every variable on each device of this machine. For
+several GPUs of one machine.
 
 TensorFlow manages the copies and computes the all-reduce; the step of one device is partitioned (see `tfdist.spmd`).
 """

@@ -1,4 +1,5 @@
-"""`mpi`: data parallelism over the processes that `mpirun` has started, with MPI's all-reduce through mpi4py.
+"""`mpi`: data parallelism over the processes that `mpirun` has started, with MPI's all-reduce through mpi4py. For MPI
+where Horovod is not installed.
 
 It does the same as `horovod` over MPI, without Horovod: nothing has to be built for the version of TensorFlow.
 """

@@ -1,4 +1,5 @@
-"""`mpi_split`: each MPI process trains on its own part of the data, and the weights are averaged.
+"""`mpi_split`: each MPI process trains on its own part of the data, and the weights are averaged at intervals. The MPI
+baseline of comparisons.
 
 It is the baseline in published comparisons of MPI with TensorFlow's own strategies: local SGD with the plain mean, the
 data split once by `np.array_split`, the initial weights of process 0, and averaging outside the graph with mpi4py.

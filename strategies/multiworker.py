@@ -1,4 +1,5 @@
 """`multiworker`: `tf.distribute.MultiWorkerMirroredStrategy`, with a copy of every variable in each process of a job.
+For several machines, with the result of one device.
 
 Every process runs the same program on the same data and takes its part of each global batch. Sockets, or TensorFlow's
 collectives, compute the all-reduce; the rest of Keras' step is local.

@@ -1,4 +1,5 @@
-"""`parameter_server`: `tf.distribute.ParameterServerStrategy`, one copy of the variables, on servers.
+"""`parameter_server`: `tf.distribute.ParameterServerStrategy`, one copy of the variables, on servers. For workers whose
+speed differs, or that come and go.
 
     chief     runs the user's program, and schedules the steps       (the coordinator)
     worker    computes the next step as soon as it is free

@@ -1,4 +1,5 @@
-"""`pipeline`: stages of one model on several devices of this machine.
+"""`pipeline`: stages of one model on several devices, or in several processes. For a model that does not fit on one
+device.
 
 The operations of the model are cut into contiguous stages. Each stage has its own device, with its gradients, variables
 and slots; while a stage computes a micro-batch, the stage before it computes the next micro-batch. The step of a single

@@ -1,4 +1,4 @@
-"""`single`: one device, the baseline for all other strategies.
+"""`single`: one device. For a small model or one GPU, and as the baseline for all other strategies.
 
 There is no `tf.distribute.Strategy`: variables are plain, and a step is Keras' own `train_step` in the shared loop.
 """

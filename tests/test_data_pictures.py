@@ -19,7 +19,7 @@ import tfdist
 import tfdist.data
 from tests.shared_data import FILES, needs
 from tests.test_data_pipeline import assert_same_batches, batches_of_ranks, segmenter
-from tfdist.data.formats import coco
+from tfdist.data.formats import coco, local_files
 from tfdist.data.input import augmentation, disk_cache, order, pictures
 from tfdist.data.input.division import Division
 from tfdist.errors import DataError, UsageError
@@ -134,6 +134,33 @@ def test_a_flat_folder_is_divided_in_the_proportions_of_its_classes(tmp_path):
     counts = {split: np.bincount(data.arrays(split)[1]).tolist() for split in tfdist.data.SPLITS}
     assert counts == {"train": [8, 48, 24], "validation": [1, 6, 3], "test": [1, 6, 3]}
     assert len({*data.limit(10).arrays("train")[1].tolist()}) > 1  # the classes are mixed
+
+
+HIDDEN = (".thumbs/1.png", ".ipynb_checkpoints/1.png", "__MACOSX/1.png", "@eaDir/1.png")
+
+
+@pytest.mark.parametrize("layout", ["train", "."])
+def test_hidden_folders_and_those_of_systems_are_no_classes_and_hidden_files_no_pictures(folder_of_classes, layout):
+    folder = folder_of_classes / ("" if layout == "train" else "train")
+    before = tfdist.data.load("image_folder", folder, size=8)
+    for split in folder_of_classes.iterdir():
+        for name in (*HIDDEN, "dark/._1.png", "light/.1.png"):
+            (split / name).parent.mkdir(exist_ok=True)
+            (split / name).write_bytes(b"no picture")
+    data = tfdist.data.load("image_folder", folder, size=8)
+    assert (data.spec.class_names, data.spec.examples) == (before.spec.class_names, before.spec.examples)
+    assert data.arrays("train")[0].shape == before.arrays("train")[0].shape
+
+
+def test_hidden_files_are_no_masks_and_match_no_pattern(tmp_path):
+    for name in ("train/1.png", "masks/1.png", "train/._1.png", "masks/._1.png", "train/.thumbs/1.png"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        Image.new("L", (4, 4)).save(tmp_path / name)
+    options = {"train": "train,masks", "validation": None, "test": None}
+    assert tfdist.data.load("segmentation_folder", tmp_path, **options).spec.examples["train"] == 1
+    found = [path.name for path in local_files.find(tmp_path / "train", "*.png", "any", "train")]
+    assert found == ["1.png"]
+    assert len(local_files.find(tmp_path / "train", "._1.png", "any", "train")) == 1  # which is named
 
 
 def test_one_number_is_height_and_width(folder_of_classes):

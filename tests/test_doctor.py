@@ -815,3 +815,13 @@ class TestEnvironment:
     def test_a_job_that_cannot_be_does_not_keep_it_from_being_printed(self):
         found = self.printed(TF_CONFIG="{")
         assert "not JSON" in found["source"]
+
+
+@pytest.mark.parametrize(
+    ("load", "cores", "state"), [(0.3, 2, "ok"), (3.0, 2, "ok"), (20.0, 2, "note"), (20.0, 16, "ok")]
+)
+def test_a_load_well_above_the_cores_is_a_note(load, cores, state):
+    (finding,) = machine.load_findings(load, cores)
+    assert (finding.subject, finding.state) == ("load", state)
+    if state == "note":
+        assert finding.sentence.startswith("The load of this machine is 20.0, and it has 2 cores") and finding.hint

@@ -34,6 +34,18 @@ def test_a_traced_run_tells_of_its_layers_its_kinds_and_its_bound(working_folder
     shares = load_record(working_folder / "run").breakdown.model_dump()
     assert shares["compute_seconds"] > 0 and f"bound by {bound(shares)}" in found.output
     assert "Try first: " in found.output
+    assert found.output.endswith(
+        "`tensorboard --logdir run/tensorboard` shows these steps on a time line, in its tab PROFILE.\n"
+    )
+    assert "tfdist profile" not in found.output  # which is what the user has just run
+
+
+def test_advice_on_compute_names_the_layers_wherever_they_are_listed():
+    shares = {"compute": 0.9, "communication": 0.05, "input": 0.05, "waiting": 0.0}
+    assert "tfdist profile RUN" in breakdown.advice(shares)
+    assert breakdown.advice(shares, "the table above has the layers").endswith("; the table above has the layers.")
+    waits = {"compute": 0.1, "communication": 0.05, "input": 0.05, "waiting": 0.8}
+    assert "layers" not in breakdown.advice(waits)
 
 
 def test_a_trace_without_steps_is_one_sentence(tmp_path):

@@ -11,6 +11,7 @@ AT_THE_TOP = {
     "__init__",
     "__main__",
     "advise",
+    "catalogue",
     "compare",
     "errors",
     "extras",

@@ -257,8 +257,31 @@ def test_another_strategy_leaves_out_what_belongs_to_the_earlier_one():
 
 def test_a_run_folder_that_is_not_there_is_not_resumed(working_folder):
     result = CliRunner().invoke(train.command, [*BASE, "--resume", "--run-dir", "typo"])
-    assert result.exit_code == 2 and "`typo` has no readable `run.json`" in result.output
+    assert result.exit_code == 2 and "There is no run folder `typo` to resume" in result.output
     assert not (working_folder / "typo").exists()
+
+
+@pytest.mark.parametrize("more", [BASE, ()])
+@pytest.mark.parametrize(
+    ("typed", "meant"), [("runs/mnist-cn", "runs/mnist-cnn"), ("mnits", "mnist"), ("runs", "runs/mnist-cnn")]
+)
+def test_a_folder_that_is_no_run_is_not_resumed_and_the_run_that_was_meant_is_named(working_folder, typed, meant, more):
+    record_of("mnist", *BASE)
+    record_of("runs/mnist-cnn", *BASE)
+    result = CliRunner().invoke(train.command, [*more, "--resume", "--run-dir", typed])
+    assert result.exit_code == 2
+    if more or typed != "runs":
+        assert f"hint: did you mean `--run-dir {meant}`?" in result.output
+    assert {path.name for path in working_folder.rglob("*")} == {"mnist", "runs", "mnist-cnn", "run.json"}
+
+
+@pytest.mark.parametrize("content", [[], ["log.txt"], ["output"], ["rank-1", ".nfs1"]])
+def test_a_start_that_ended_before_its_record_is_resumed(working_folder, content):
+    """As by a scheduler that starts the same command each time, with `--resume`, in a folder that is there."""
+    for name in content:
+        (working_folder / "run" / name).mkdir(parents=True)
+    (working_folder / "run").mkdir(exist_ok=True)
+    folders.require_run_or_its_start(Path("run"))
 
 
 @pytest.mark.parametrize("name", ["run.json", "log.txt", "vocabulary.txt", "output/worker-0.log"])

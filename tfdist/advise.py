@@ -85,16 +85,20 @@ MEASURED_LINKS = ("multiworker", "horovod", "mpi_split")
 WITH_LINK = (*MEASURED_LINKS, "parameter_server")
 
 
+_workers = terminal.options_of("Workers")
+_output = terminal.options_of("Output")
+
+
 @click.command("advise", cls=terminal.Command)
 @for_model.options
-@click.option("--batch-size", type=click.IntRange(min=2), default=32, show_default=True, help="size of a global batch")
-@click.option("--workers", default="2", show_default=True, metavar="N|N..M", help="numbers of workers")
-@click.option("--link", metavar="RATE", help="bandwidth between machines, such as 10Gbit, for a worker per machine")
-@click.option("--latency", metavar="TIME", help="latency of a message between machines, such as 50us")
-@click.option(
+@_workers("--batch-size", type=click.IntRange(min=2), default=32, show_default=True, help="size of a global batch")
+@_workers("--workers", default="2", show_default=True, metavar="N|N..M", help="numbers of workers")
+@_workers("--link", metavar="RATE", help="bandwidth between machines, such as 10Gbit, for a worker per machine")
+@_workers("--latency", metavar="TIME", help="latency of a message between machines, such as 50us")
+@_output(
     "--curves", "picture", type=click.Path(path_type=Path), metavar="FILE", help="draw the speed: .svg, .png, .html"
 )
-@click.option("--check/--no-check", default=True, show_default=True, help="compare with real runs of two workers")
+@_output("--check/--no-check", default=True, show_default=True, help="compare with real runs of two workers")
 def command(
     batch_size: int,
     workers: str,

@@ -8,6 +8,7 @@ Each run is a separate `tfdist train`, whose run folder is kept; `tfdist report`
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from dataclasses import fields
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -19,6 +20,7 @@ from rich.live import Live
 from rich.text import Text
 
 from tfdist import data, extras, models, registry, report, strategies, terminal, train
+from tfdist.command_line import mistakes
 from tfdist.errors import UsageError
 from tfdist.study import measure, plan
 from tfdist.study.measure import Measured, Turn
@@ -92,11 +94,11 @@ def _compare(
     source = click.get_current_context().get_parameter_source
     train = {name: value for name, value in options.items() if source(name) is click.core.ParameterSource.COMMANDLINE}
     settings["train"] = {**settings.get("train", {}), **train}
-    for name, option in (("contestants", "--strategies"), ("models", "--model"), ("datasets", "--dataset")):
-        if not settings.get(name):
-            raise UsageError(f"`{option}` is not set", "set it on the command line or in a `--matrix` file")
+    _require(settings, {"contestants": "--strategies", "models": "--model", "datasets": "--dataset"})
     study = plan.Plan(**settings)
     _check_names(study)
+    if resume and out is None:
+        raise UsageError("`--resume` needs `--out`, which is not set", "name the study's folder with `--out`")
     folder = out or Path("studies") / f"{datetime.now(UTC):%Y%m%d-%H%M%S}"
     failed = run(study, folder, resume, run_seconds)
     report.show([folder], folder, prices, tensorboard)
@@ -108,6 +110,14 @@ def require_extras(tensorboard: bool) -> None:
     extras.require("report", "The report of `tfdist compare`")
     if tensorboard:
         extras.require("profile", "`--tensorboard`")
+
+
+def _require(settings: Mapping[str, Any], options: Mapping[str, str]) -> None:
+    """Raises `UsageError` that names all `options` whose settings are missing."""
+    missing = [option for name, option in options.items() if not settings.get(name)]
+    if missing:
+        sentence = f"{mistakes.listed(missing)} {'is' if len(missing) == 1 else 'are'} not set"
+        raise UsageError(sentence, "set them on the command line or in a `--matrix` file")
 
 
 def _check_names(study: plan.Plan) -> None:
@@ -190,7 +200,6 @@ command = terminal.Command(
         *reversed(getattr(_compare, "__click_params__", [])),
         *(option for option in train.command.params if option.name in plan.TRAIN_OPTIONS),
     ],
-    context_settings=train.command.context_settings,
 )
 
 

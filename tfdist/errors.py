@@ -74,7 +74,11 @@ class DifferenceWarning(UserWarning):
 
 
 class CostWarning(UserWarning):
-    """Every replica repeats a large part of a step. Commands show this warning instead of only logging it."""
+    """A computation costs more than it has to. Commands show this warning instead of only logging it."""
+
+
+class JobWarning(UserWarning):
+    """A process trains alone, and was probably not meant to. Commands show this warning instead of only logging it."""
 
 
 class CheckpointWarning(UserWarning):

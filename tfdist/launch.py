@@ -31,7 +31,6 @@ Examples:
     cls=terminal.Command,
     epilog=EXAMPLES,
     context_settings={
-        "max_content_width": terminal.HELP_WIDTH,
         # Arguments after the program's name belong to the program.
         "allow_interspersed_args": False,
     },

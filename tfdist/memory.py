@@ -19,13 +19,16 @@ if TYPE_CHECKING:
 WHOLE_COPIES = ("single", "mirrored", "custom", "multiworker", "horovod", "mpi_split")
 
 
+_training = terminal.options_of("Training")
+
+
 @click.command(cls=terminal.Command)
 @for_model.options
-@click.option("--batch-size", type=click.IntRange(min=1), default=32, show_default=True, help="size of a global batch")
-@click.option("--strategy", default="single", show_default=True, metavar="NAME", help=", ".join(WHOLE_COPIES))
-@click.option("--replicas", type=click.IntRange(min=1), default=1, show_default=True, help="number of replicas")
-@click.option("--recompute", metavar="blocks|LAYERS", help="as for the option of strategies")
-@click.option("--optimizer", metavar="NAME", help="by default the model's usual optimizer")
+@_training("--batch-size", type=click.IntRange(min=1), default=32, show_default=True, help="size of a global batch")
+@_training("--strategy", default="single", show_default=True, metavar="NAME", help=", ".join(WHOLE_COPIES))
+@_training("--replicas", type=click.IntRange(min=1), default=1, show_default=True, help="number of replicas")
+@_training("--recompute", metavar="blocks|LAYERS", help="as the strategies' option of this name")
+@_training("--optimizer", metavar="NAME", help="by default the model's usual optimizer")
 def command(
     strategy: str, replicas: int, data_option: tuple[str, ...], model_option: tuple[str, ...], **options: Any
 ) -> None:

@@ -15,19 +15,24 @@ Synopsis:
 
 from __future__ import annotations
 
+import functools
 import inspect
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import Annotated, Any, get_type_hints
+from typing import Annotated, Any, ParamSpec, TypeVar, get_type_hints
 
 from pydantic import BeforeValidator, ConfigDict, Field, PydanticUserError, TypeAdapter, ValidationError
 
 from tfdist.errors import UsageError
 
+P = ParamSpec("P")
+R = TypeVar("R")
+
 Count = Annotated[int, Field(ge=1)]
 CountOrZero = Annotated[int, Field(ge=0)]
 Fraction = Annotated[float, Field(ge=0, lt=1)]
 Factor = Annotated[float, Field(gt=0)]
+Finite = Annotated[float, Field(allow_inf_nan=False)]
 
 
 def _pair(size: Any) -> Any:
@@ -121,7 +126,41 @@ def _hints(function: Callable[..., Any]) -> dict[str, Any]:
         return {}
 
 
-def check_value(annotation: Any, value: Any, option: str, owner: str) -> Any:
+def checks_arguments(function: Callable[P, R]) -> Callable[P, R]:
+    """A function or constructor whose arguments are checked and converted by its annotations, as options are.
+
+    A wrong number of arguments, an unknown name, or a value that its type does not allow raises `UsageError`. Its hint
+    shows all arguments.
+    """
+    signature = inspect.signature(function)
+    owner = function.__qualname__.removesuffix(".__init__")
+    hint = f"its arguments are `{owner}{_without_annotations(signature)}`"
+
+    @functools.wraps(function)
+    def checked_call(*positional: P.args, **named: P.kwargs) -> R:
+        try:
+            bound = signature.bind(*positional, **named)
+        except TypeError as error:
+            raise UsageError(f"`{owner}` {error}", hint) from None
+        hints = _hints(function)
+        for name, value in bound.arguments.items():
+            if name in hints and signature.parameters[name].kind not in _VARIADIC:
+                bound.arguments[name] = check_value(hints[name], value, name, f"`{owner}`", hint)
+        return function(*bound.args, **bound.kwargs)
+
+    return checked_call
+
+
+_VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+
+
+def _without_annotations(signature: inspect.Signature) -> inspect.Signature:
+    parameters = [parameter.replace(annotation=parameter.empty) for parameter in signature.parameters.values()]
+    own = [parameter for parameter in parameters if parameter.name not in ("self", "cls")]
+    return signature.replace(parameters=own, return_annotation=signature.empty)
+
+
+def check_value(annotation: Any, value: Any, option: str, owner: str, hint: str = "correct it, or leave it out") -> Any:
     """Returns `value` converted to the type `annotation`; raises `UsageError` if the type does not allow it."""
     config = ConfigDict(arbitrary_types_allowed=True, coerce_numbers_to_str=True)  # a folder may have the name 2024
     try:
@@ -131,6 +170,5 @@ def check_value(annotation: Any, value: Any, option: str, owner: str) -> Any:
     except ValidationError as error:
         message = error.errors()[0]["msg"]
         raise UsageError(
-            f"{owner} cannot have `{value}` as `{option}`: {message[0].lower()}{message[1:]}",
-            "correct it, or leave it out",
+            f"{owner} cannot have `{value}` as `{option}`: {message[0].lower()}{message[1:]}", hint
         ) from None

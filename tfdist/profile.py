@@ -37,9 +37,16 @@ def command(run: Path, top: int) -> None:
         click.echo(_table("kind", breakdown.by_kind(summary.ops), top))
         click.echo(_table("operation", {f"{op.name}  ({op.type})": op.share for op in summary.ops}, top))
         if summary.breakdown is not None:
-            click.echo(f"\n{breakdown.as_text(summary.breakdown)}\n{breakdown.advice(summary.breakdown.shares())}")
+            click.echo(f"\n{breakdown.as_text(summary.breakdown)}")
+            click.echo(breakdown.advice(summary.breakdown.shares(), "the first table has the layers that take longest"))
         if summary.stages is not None:
             click.echo(stages.as_text(summary.stages))
+        click.echo(f"`tensorboard --logdir {_logs(run)}` shows these steps on a time line, in its tab PROFILE.")
+
+
+def _logs(run: Path) -> Path:
+    """The folder of TensorBoard's files of a run, or the folder that holds only these."""
+    return run / "tensorboard" if (run / "tensorboard").is_dir() else run
 
 
 def _table(heading: str, shares: Mapping[str, float], top: int) -> str:

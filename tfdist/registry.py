@@ -29,6 +29,12 @@ from tfdist.options import checked, initializers
 
 # The command-line option that passes options to a function of each kind.
 OPTIONS_OF = {"dataset": "data-option", "model": "model-option", "strategy": "strategy-option"}
+# An example of a name of each kind, and the form of a user's own.
+EXAMPLES_OF = {
+    "dataset": ("digits", "module:function"),
+    "model": ("mlp", "module:function"),
+    "strategy": ("custom", "module:Class"),
+}
 # The first argument of a function of each kind: its name and its meaning.
 FIRST_ARGUMENT_OF = {
     "dataset": ("data_dir", "the folder from `--data-dir`, or `None`"),
@@ -40,6 +46,25 @@ def names(package: str) -> list[str]:
     """The names of the modules in `package` that do not start with an underscore, sorted; imports none of them."""
     path = importlib.import_module(package).__path__
     return sorted(module.name for module in pkgutil.iter_modules(path) if not module.name.startswith("_"))
+
+
+def summary(package: str, name: str) -> str:
+    """The first paragraph of the docstring of a module of `package`, without the name at its beginning."""
+    paragraph = (ast.get_docstring(_tree(package, name)) or "").partition("\n\n")[0]
+    return " ".join(paragraph.split()).removeprefix(f"`{name}`: ")
+
+
+def constant(package: str, name: str, attribute: str) -> Any:
+    """The literal that a module of `package` assigns to `attribute`, or `None`; the module is not imported."""
+    for node in _tree(package, name).body:
+        if isinstance(node, ast.Assign) and any(ast.unparse(target) == attribute for target in node.targets):
+            return ast.literal_eval(node.value)
+    return None
+
+
+def _tree(package: str, name: str) -> ast.Module:
+    (folder,) = importlib.import_module(package).__path__
+    return ast.parse((Path(folder) / f"{name}.py").read_text(encoding="utf-8"))
 
 
 def find(name: str, kind: str, package: str, attribute: str) -> Callable[..., Any]:
@@ -55,10 +80,18 @@ def find(name: str, kind: str, package: str, attribute: str) -> Callable[..., An
         UnknownNameError: `package` has no such module.
         UsageError: `module:function` is not a callable.
     """
+    require_text(name, kind)
     if ":" in name:
         return resolve(name, kind)
     require_known(name, kind, names(package))
     return getattr(importlib.import_module(f"{package}.{name}"), attribute)
+
+
+def require_text(name: Any, kind: str) -> None:
+    """Raises `UsageError` for a name that is not a text, such as an object of the kind itself."""
+    if not isinstance(name, str):
+        example, own = EXAMPLES_OF[kind]
+        raise UsageError(f"The {kind} is `{name}`", f"pass a name, such as `{example}`, or your own as `{own}`")
 
 
 def require_known(name: str, kind: str, known: Sequence[str]) -> None:
@@ -151,7 +184,8 @@ def call(function: Callable[..., Any], *arguments: Any, kind: str, name: str, op
     if missing:
         needs = ", ".join(f"`{option}`" for option in missing)
         raise UsageError(
-            f"The {kind} `{name}` needs the option {needs}", f"set it with `--{OPTIONS_OF[kind]} {missing[0]}=VALUE`"
+            f"The {kind} `{name}` needs the option {needs}",
+            "set it with `" + " ".join(f"--{OPTIONS_OF[kind]} {option}=VALUE" for option in missing) + "`",
         )
     try:
         return function(*arguments, **checked(function, options, kind=kind, name=name))

@@ -29,28 +29,44 @@ OPTIONS = {
 }
 
 
+_algorithm = terminal.options_of("Algorithm")
+_training = terminal.options_of("Training")
+_workers = terminal.options_of("Simulated workers")
+_output = terminal.options_of("Output")
+
+
 @click.command("simulate", cls=terminal.Command)
 @for_model.options
-@click.option("--algorithm", required=True, metavar="NAME", help=", ".join(ALGORITHMS))
-@click.option("--workers", type=click.IntRange(min=1), default=4, show_default=True, help="number of workers")
-@click.option("--batch-size", type=click.IntRange(min=1), default=128, show_default=True, help="size of a global batch")
-@click.option("--epochs", type=click.IntRange(min=1), default=2, show_default=True)
-@click.option("--optimizer", metavar="NAME", help="by default the model's usual optimizer")
-@click.option("--learning-rate", type=float, help="by default the usual value for the model")
-@click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="seed of all random numbers")
-@click.option("--speeds", metavar="1,1,0.25", help="relative speeds of the workers, repeated in turn; default: 1")
-@click.option("--step-seconds", type=click.FloatRange(min=0, min_open=True), default=0.01, show_default=True)
-@click.option("--bandwidth", default="10Gbit", show_default=True, metavar="RATE", help="bandwidth between two workers")
-@click.option("--latency", default="50us", show_default=True, metavar="TIME", help="latency of a message")
-@click.option(
-    "--sync-every", type=click.IntRange(min=1), metavar="N", help="average to eamsgd: steps between exchanges"
+@_algorithm("--algorithm", required=True, metavar="NAME", help=", ".join(ALGORITHMS))
+@_workers("--workers", type=click.IntRange(min=1), default=4, show_default=True, help="number of workers")
+@_training("--batch-size", type=click.IntRange(min=1), default=128, show_default=True, help="size of a global batch")
+@_training(
+    "--epochs", type=click.IntRange(min=1), default=2, show_default=True, help="passes over the training examples"
 )
-@click.option("--slack", type=click.IntRange(min=0), metavar="N", help="ssp: steps ahead of the slowest; default: 3")
-@click.option("--topology", metavar="NAME", help="dpsgd, adpsgd: ring, grid, exponential, full; default: ring")
-@click.option(
-    "--probability", type=click.FloatRange(0, 1), help="gosgd: probability of a message after a step; default: 0.01"
+@_training("--optimizer", metavar="NAME", help="by default the model's usual optimizer")
+@_training("--learning-rate", type=float, help="by default the usual value for the model")
+@_training("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="seed of all random numbers")
+@_workers("--speeds", metavar="1,1,0.25", help="relative speeds of the workers, repeated in turn; default: 1")
+@_workers(
+    "--step-seconds",
+    type=click.FloatRange(min=0, min_open=True),
+    default=0.01,
+    show_default=True,
+    metavar="S",
+    help="simulated seconds per step of a worker of speed 1",
 )
-@click.option("--out", type=click.Path(path_type=Path), metavar="FILE", help="write the results as JSON")
+@_workers("--bandwidth", default="10Gbit", show_default=True, metavar="RATE", help="bandwidth between two workers")
+@_workers("--latency", default="50us", show_default=True, metavar="TIME", help="latency of a message")
+@_algorithm("--sync-every", type=click.IntRange(min=1), metavar="N", help="average to eamsgd: steps between exchanges")
+@_algorithm("--slack", type=click.IntRange(min=0), metavar="N", help="ssp: steps ahead of the slowest; default: 3")
+@_algorithm("--topology", metavar="NAME", help="dpsgd, adpsgd: ring, grid, exponential, full; default: ring")
+@_algorithm(
+    "--probability",
+    type=click.FloatRange(0, 1),
+    metavar="P",
+    help="gosgd: probability of a message after a step; default: 0.01",
+)
+@_output("--out", type=click.Path(path_type=Path), metavar="FILE", help="write the results as JSON")
 def command(
     algorithm: str,
     workers: int,

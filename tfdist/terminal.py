@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import os
 import re
 import signal
@@ -21,18 +22,23 @@ from typing import Any, TextIO, cast
 
 import click
 
+from tfdist.command_line import mistakes, options
 from tfdist.errors import (
     EXIT_INTERRUPTED,
     CheckpointWarning,
     CostWarning,
     DifferenceWarning,
+    JobWarning,
     TfdistError,
+    UnknownNameError,
     printable,
 )
 
 # A stack of streams for messages to the user; the last stream is in use.
 _terminal: list[TextIO] = [sys.stderr]
 STDOUT, STDERR = 1, 2
+HELP_WIDTH = 110  # wide enough to keep names and values on one line
+options_of = options.grouped_by
 
 
 @contextlib.contextmanager
@@ -67,7 +73,7 @@ def logged_to(log: Path | None) -> Iterator[TextIO]:
 
 def _show_warning(show: Callable[..., None], message: Any, category: type[Warning], *where: Any) -> None:
     """Shows the user a warning of a class that tfdist defines, and passes other warnings to `show`."""
-    if issubclass(category, DifferenceWarning | CostWarning | CheckpointWarning):
+    if issubclass(category, DifferenceWarning | CostWarning | CheckpointWarning | JobWarning):
         say(f"warning: {printable(str(message))}")
     else:
         show(message, category, *where)
@@ -214,14 +220,6 @@ def interrupts_noticed_by(notice: Callable[[], None]) -> Iterator[None]:
         signal.signal(signal.SIGINT, previous)
 
 
-class GroupedOption(click.Option):
-    """An option that the help lists under the heading `group`."""
-
-    def __init__(self, *args: Any, group: str, **named: Any):
-        super().__init__(*args, **named)
-        self.group = group
-
-
 @contextlib.contextmanager
 def exit_on_error() -> Iterator[None]:
     """Shows an error of tfdist as its sentence and its hint, and ends the program with the error's exit code."""
@@ -232,19 +230,35 @@ def exit_on_error() -> Iterator[None]:
         sys.exit(error.exit_code)
 
 
-class Command(click.Command):
-    """A command that returns its exit code, or `None` for 0, and shows errors of tfdist without a traceback.
+class _InSentences(click.Command):
+    """A command whose mistakes are answered by a sentence and a hint; `--batch_size` stands for `--batch-size`."""
 
-    Its help, `-h` or `--help`, lists the options under their headings, in the order in which the headings first occur.
-    """
-
-    def __init__(self, name: str | None, context_settings: Mapping[str, Any] | None = None, **named: Any):
-        settings = {"help_option_names": ["-h", "--help"], **(context_settings or {})}
-        super().__init__(name, context_settings=settings, **named)
+    def __init__(
+        self, name: str | None, *arguments: Any, context_settings: Mapping[str, Any] | None = None, **named: Any
+    ):
+        settings = {
+            "help_option_names": ["-h", "--help"],
+            "max_content_width": HELP_WIDTH,
+            # Of the names of options only; the names of models and modules are not changed.
+            "token_normalize_func": lambda token: token.replace("_", "-"),
+            **(context_settings or {}),
+        }
+        super().__init__(name, *arguments, context_settings=settings, **named)
 
     def make_context(self, *args: Any, **named: Any) -> click.Context:
         with exit_on_error():
             return super().make_context(*args, **named)
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        with mistakes.as_sentences(ctx, tuple(args)):
+            return super().parse_args(ctx, args)
+
+
+class Command(_InSentences):
+    """A command that returns its exit code, or `None` for 0, and shows errors of tfdist without a traceback.
+
+    Its help, `-h` or `--help`, lists the options under their headings, in the order in which the headings first occur.
+    """
 
     def get_help_option(self, ctx: click.Context) -> click.Option | None:
         option = super().get_help_option(ctx)
@@ -279,13 +293,36 @@ def _show_help(ctx: click.Context, option: click.Parameter, wanted: bool) -> Non
         ctx.exit()
 
 
-def options_of(group: str) -> Callable[..., Any]:
-    """`click.option` for options that the help lists under the heading `group`."""
+class Program(_InSentences, click.Group):
+    """A program of several commands, whose help lists each command under a heading, with its whole summary.
 
-    def option(*names: str, **named: Any) -> Callable[..., Any]:
-        return click.option(*names, cls=GroupedOption, group=group, **named)
+    Args:
+        sections: the commands by name, by heading.
+    """
 
-    return option
+    def __init__(self, name: str, sections: Mapping[str, Mapping[str, click.Command]], **named: Any):
+        commands = {name: command for section in sections.values() for name, command in section.items()}
+        super().__init__(name, commands, **named)
+        self._sections = sections
+
+    def invoke(self, ctx: click.Context) -> Any:
+        with exit_on_error():
+            return super().invoke(ctx)
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        if args[0] not in self.commands and not args[0].startswith("-"):
+            raise UnknownNameError("command", args[0], self.commands)
+        return super().resolve_command(ctx, args)
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        width = max(map(len, self.commands))
+        for heading, commands in self._sections.items():
+            with formatter.section(heading):
+                formatter.write_dl([(f"{name:{width}}", summary(command)) for name, command in commands.items()])
 
 
-HELP_WIDTH = 110  # wide enough to keep names and values on one line
+def summary(command: click.Command) -> str:
+    """The first paragraph of a command's help."""
+    return " ".join(inspect.cleandoc(command.help or "").partition("\n\n")[0].split())

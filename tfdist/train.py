@@ -28,6 +28,7 @@ import click
 import psutil
 
 from tfdist import data, extras, models, redaction, registry, startup, strategies, terminal
+from tfdist.command_line import mistakes
 from tfdist.data.input import augmentation
 from tfdist.errors import (
     EXIT_INTERRUPTED,
@@ -99,7 +100,8 @@ class _TrainCommand(terminal.Command):
     """A command that, with `--resume`, takes missing options from the run that it continues."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        options = self._options_of_resumed_run(ctx, args)
+        with mistakes.as_sentences(ctx, tuple(args)):
+            options = self._options_of_resumed_run(ctx, args)
         if options:
             ctx.meta[COMMAND] = complete = resuming.as_arguments(options, self.params)
             args = [*complete, "--resume", *self._parse(ctx, args)[1]]  # with what is no option, which click refuses
@@ -121,12 +123,13 @@ class _TrainCommand(terminal.Command):
         if not typed.get("resume") or typed.get("help"):
             return {}
         configs.require_run_to_resume(True, typed.get("run_dir"))
-        from tfdist.run.folder import load_record
+        from tfdist.run import folder
 
         run_dir = Path(typed["run_dir"])
-        if typed.get("strategy") and run_dir.is_dir() and not os.path.lexists(run_dir / "run.json"):
+        if typed.get("strategy") and not os.path.lexists(run_dir / folder.RECORD):
+            folder.require_run_or_its_start(run_dir)
             return {}  # the run ended before it wrote a record
-        recorded, _ = self._parse(ctx, load_record(run_dir).command[2:])
+        recorded, _ = self._parse(ctx, folder.load_record(run_dir).command[2:])
         _refuse_missing_secrets(recorded, given=typed)
         for name in ("resume", "run_dir", "help"):
             recorded.pop(name, None)
@@ -162,11 +165,6 @@ def _refuse_missing_secrets(earlier: Mapping[str, Any], given: Mapping[str, Any]
 @click.command(
     cls=_TrainCommand,
     epilog=EXAMPLES,
-    context_settings={
-        "max_content_width": terminal.HELP_WIDTH,
-        # Accepts `--batch_size` for `--batch-size`; the names of models and modules are not changed.
-        "token_normalize_func": lambda token: token.replace("_", "-"),
-    },
 )
 @_data("--dataset", required=True, metavar="NAME", help=_names(data.names(), reference="function"))
 @_data("--data-option", multiple=True, metavar="NAME=VALUE", help="an option of the dataset; may be repeated")
@@ -275,9 +273,18 @@ def command(
     elastic_job = ElasticOptions(elastic, min_workers, max_workers, host_discovery_script)
     wanted = Processes(workers, ps, restarts, expose, on, elastic_job, hostfile)
     check_processes(config, world, wanted)
+    if config.verify_steps is not None and job_environment.JOB not in os.environ:
+        warn_of_load()
     if world.world_size == 1 and wanted.several and job_environment.JOB not in os.environ:
         return launch(config, wanted, _arguments())
     return run(config, world)
+
+
+def warn_of_load() -> None:
+    """Says that this machine is busy, if its load is well above its cores."""
+    excess = job_environment.excess_load(os.getloadavg()[0], os.cpu_count() or 1)
+    if excess is not None:
+        terminal.say(f"warning: {excess}.")
 
 
 @dataclasses.dataclass(frozen=True)

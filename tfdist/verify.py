@@ -34,7 +34,6 @@ command = terminal.Command(
     callback=_run,
     help=_run.__doc__,
     params=[option for option in train.command.params if option.name in _TRAIN_OPTIONS],
-    context_settings=train.command.context_settings,
 )
 
 

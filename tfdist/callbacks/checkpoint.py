@@ -32,6 +32,7 @@ from typing import TYPE_CHECKING, Any
 
 import keras
 
+from tfdist import terminal
 from tfdist.callbacks.throughput import ClockedCallback
 from tfdist.checkpointing import format as checkpoint_format
 from tfdist.checkpointing import state as training_state
@@ -42,6 +43,7 @@ from tfdist.interface.variables import broadcast_array
 from tfdist.internals import keras as keras_internals
 from tfdist.internals import keras_patches
 from tfdist.jobs import consensus, elastic
+from tfdist.options import checks_arguments
 
 if TYPE_CHECKING:
     from tfdist.data.input.feed import DataPasses
@@ -71,7 +73,8 @@ class Checkpoint(ClockedCallback):
         every_steps: the number of steps between checkpoints, counted over the whole run.
         every_epochs: the number of epochs between checkpoints. The last epoch is always saved.
         keep: the number of files that are kept, the newest; 1 or more.
-        resume: continue from the newest complete checkpoint in `folder`; start from the beginning if there is none.
+        resume: continue from the newest complete checkpoint in `folder`; start from the beginning if there is none,
+            and say so.
         monitor: the name in the logs of the value for `best`; `None` is "val_loss", or "loss" without validation.
         mode: "min" if smaller is better, "max" if larger is better.
         run: facts that identify the run, such as `{"seed": 0, "model": "mlp"}`; they are stored in each file, and a
@@ -96,6 +99,7 @@ class Checkpoint(ClockedCallback):
     epoch_logs: list[dict[str, Any]]
     _epoch_began: float | None
 
+    @checks_arguments
     def __init__(
         self,
         folder: str | Path,
@@ -180,6 +184,10 @@ class Checkpoint(ClockedCallback):
         # Processes may differ in `resume`, such as after a restart on another machine: the chief decides for all.
         if consensus.broadcast_from_chief(self._peers, self.resume):
             self._stored = self._store.newest(self._peers, self._within_epochs)
+            if self._stored is None and self.saved is None and self._peers.world.is_chief:
+                terminal.say(
+                    f"Nothing to resume: `{self.folder}` has no checkpoint, and training starts from the beginning."
+                )
         elif self._peers.world.is_chief and self.saved is None:
             self._store.refuse_another_run()
         if self._callbacks is None:

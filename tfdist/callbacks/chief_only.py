@@ -13,6 +13,7 @@ from typing import Any
 import keras
 
 from tfdist.jobs.world import World
+from tfdist.options import checks_arguments
 
 _HOOKS = tuple(name for name in dir(keras.callbacks.Callback) if name.startswith("on_"))
 _TRAIN_BATCH_HOOKS = ("on_train_batch_begin", "on_train_batch_end", "on_batch_begin", "on_batch_end")
@@ -30,6 +31,7 @@ class ChiefOnly(keras.callbacks.Callback):
         world: the rank of this process; by default detected from the environment.
     """
 
+    @checks_arguments
     def __init__(self, callback: keras.callbacks.Callback, world: World | None = None):
         super().__init__()
         self.callback = callback

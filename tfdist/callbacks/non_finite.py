@@ -15,6 +15,7 @@ import keras
 
 from tfdist.callbacks.checkpoint import Checkpoint
 from tfdist.errors import NonFiniteLossError
+from tfdist.options import checks_arguments
 
 
 class StopAtNonFiniteLoss(keras.callbacks.Callback):
@@ -29,6 +30,7 @@ class StopAtNonFiniteLoss(keras.callbacks.Callback):
 
     raises_at_nan = True  # tfdist's loop then finds the step by itself, without a call of the hook at every step
 
+    @checks_arguments
     def __init__(self, checkpoint: Checkpoint | None = None):
         super().__init__()
         self.checkpoint = checkpoint

@@ -23,6 +23,7 @@ from tfdist import terminal
 from tfdist.callbacks.throughput import StepCounter
 from tfdist.errors import UsageError
 from tfdist.jobs import consensus
+from tfdist.options import checks_arguments
 from tfdist.profiling import remote as remote_profiler
 from tfdist.profiling import trace
 
@@ -49,6 +50,7 @@ class Profile(keras.callbacks.Callback):
             traced step, if another trace is running.
     """
 
+    @checks_arguments
     def __init__(self, first: int, last: int, log_dir: str | os.PathLike[str]):
         super().__init__()
         if not 0 <= first < last:

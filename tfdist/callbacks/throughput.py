@@ -20,6 +20,7 @@ from typing import Any
 import keras
 
 from tfdist.errors import UnknownNameError, UsageError
+from tfdist.options import Finite, checks_arguments
 
 
 class TrainingClock:
@@ -180,6 +181,7 @@ class Throughput(ClockedCallback):
         UsageError: before the first step, if the number of examples per step is unknown.
     """
 
+    @checks_arguments
     def __init__(self, global_batch_size: int | None = None):
         super().__init__()
         if global_batch_size is not None and global_batch_size < 1:
@@ -253,15 +255,16 @@ class TimeToTarget(ClockedCallback):
         epoch: the number of that epoch, from 1; None until then.
 
     Raises:
-        UsageError: the mode is unknown; or, at the end of the first epoch with such metrics, `monitor` is not in
-            the logs.
+        UsageError: an argument is of another type, or the mode is unknown; or, at the end of the first epoch with such
+            metrics, `monitor` is not in the logs.
     """
 
-    def __init__(self, target: float, monitor: str = "val_accuracy", mode: str = "max", stop: bool = True):
+    @checks_arguments
+    def __init__(self, target: Finite, monitor: str = "val_accuracy", mode: str = "max", stop: bool = True):
         super().__init__()
         if mode not in ("max", "min"):
             raise UnknownNameError("mode", mode, ["max", "min"])
-        self.target = float(target)
+        self.target = target
         self.monitor = monitor
         self.mode = mode
         self.stop = stop

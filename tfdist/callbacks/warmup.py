@@ -18,6 +18,7 @@ import keras
 
 from tfdist.errors import UsageError
 from tfdist.internals import keras as keras_internals
+from tfdist.options import Finite, checks_arguments
 
 
 def current(optimizer: Any) -> float:
@@ -59,11 +60,12 @@ class LearningRateWarmup(keras.callbacks.Callback):
             of steps per epoch or the base rate is unknown; or an argument is out of range.
     """
 
+    @checks_arguments
     def __init__(
         self,
-        factor: float,
-        warmup_epochs: float = 5,
-        base_learning_rate: float | None = None,
+        factor: Finite,
+        warmup_epochs: Finite = 5,
+        base_learning_rate: Finite | None = None,
         steps_per_epoch: int | None = None,
     ):
         super().__init__()

@@ -42,17 +42,17 @@ __all__ = [
     "shard",
 ]
 
-_SOURCES = "tfdist.data.sources"
+SOURCES = "tfdist.data.sources"
 
 
 def names() -> list[str]:
     """The names of the datasets that come with tfdist, sorted."""
-    return registry.names(_SOURCES)
+    return registry.names(SOURCES)
 
 
 def knows(name: str, option: str) -> bool:
     """Whether the dataset `name` has this option."""
-    return option in inspect.signature(registry.find(name, "dataset", _SOURCES, "load")).parameters
+    return option in inspect.signature(registry.find(name, "dataset", SOURCES, "load")).parameters
 
 
 def load(name: str, data_dir: str | PathLike[str] | None = None, **options: Any) -> Source:
@@ -70,7 +70,7 @@ def load(name: str, data_dir: str | PathLike[str] | None = None, **options: Any)
         UsageError: the dataset does not have an option, or `module:function` does not return a source.
         DataError: the files are missing or damaged and cannot be fetched.
     """
-    function = registry.find(name, "dataset", _SOURCES, "load")
+    function = registry.find(name, "dataset", SOURCES, "load")
     source = registry.call(function, data_dir, kind="dataset", name=name, options=options)
     if not isinstance(source, Source):
         raise UsageError(

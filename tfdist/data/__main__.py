@@ -20,23 +20,33 @@ COLUMNS, ROWS = 6, 4
 _INCHES, _DOTS = 1.6, 100
 
 
-@click.command(cls=terminal.Command, context_settings={"help_option_names": ["-h", "--help"]})
-@click.option(
-    "--dataset", required=True, metavar="NAME", help=", ".join(data.names()) + ", or your own module:function"
-)
-@click.option("--batch-size", type=click.IntRange(min=1), default=32, show_default=True, help="examples per batch")
-@click.option("--data-dir", type=click.Path(path_type=Path), help="folder of the dataset's files")
-@click.option("--data-option", multiple=True, metavar="NAME=VALUE", help="option of the dataset; may be repeated")
-@click.option("--augment", default="none", show_default=True, metavar="NAME", help=", ".join(augmentations.NAMES))
-@click.option(
+_data = terminal.options_of("Data")
+_pipeline = terminal.options_of("Pipeline")
+_output = terminal.options_of("Measurement and picture")
+
+
+@click.command(cls=terminal.Command)
+@_data("--dataset", required=True, metavar="NAME", help=", ".join(data.names()) + ", or your own module:function")
+@_pipeline("--batch-size", type=click.IntRange(min=1), default=32, show_default=True, help="examples per batch")
+@_data("--data-dir", type=click.Path(path_type=Path), metavar="FOLDER", help="folder of the dataset's files")
+@_data("--data-option", multiple=True, metavar="NAME=VALUE", help="an option of the dataset; may be repeated")
+@_pipeline("--augment", default="none", show_default=True, metavar="NAME", help=", ".join(augmentations.NAMES))
+@_data(
     "--on-bad-example",
     metavar="NAME",
     help="what to do with a bad file or line: " + ", ".join(bad_examples.POLICIES),
 )
-@click.option("--split", default="train", show_default=True, metavar="NAME", help=", ".join(data.SPLITS))
-@click.option("--seed", type=int, default=0, show_default=True, help="seed of order and augmentation")
-@click.option("--seconds", type=float, default=3.0, show_default=True, help="how long to run the pipeline")
-@click.option("--sheet", type=click.Path(path_type=Path), default="examples.png", show_default=True, help="the picture")
+@_data("--split", default="train", show_default=True, metavar="NAME", help=", ".join(data.SPLITS))
+@_pipeline("--seed", type=int, default=0, show_default=True, help="seed of order and augmentation")
+@_output("--seconds", type=float, default=3.0, show_default=True, help="how long to run the pipeline")
+@_output(
+    "--sheet",
+    type=click.Path(path_type=Path),
+    default="examples.png",
+    show_default=True,
+    metavar="FILE",
+    help="the picture of some examples",
+)
 def command(dataset: str, data_dir: Path | None, data_option: tuple[str, ...], **options: Any) -> None:
     """Measure a dataset's input pipeline: its speed, its stages, the machine's limit; draw some examples."""
     if options["split"] not in data.SPLITS:

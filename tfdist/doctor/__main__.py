@@ -39,10 +39,16 @@ RELEVANT = (
 )
 
 
-@click.command(cls=terminal.Command, context_settings={"max_content_width": terminal.HELP_WIDTH})
-@click.option("--data-dir", type=click.Path(path_type=Path), help="folder of datasets, as for tfdist train")
-@click.option("--all-reduce/--no-all-reduce", default=True, help="start two processes and time their all-reduce")
-@click.option("--json", "as_json", is_flag=True, help="print JSON, for programs")
+_checks = terminal.options_of("Checks")
+_output = terminal.options_of("Output")
+
+
+@click.command(cls=terminal.Command)
+@_checks(
+    "--data-dir", type=click.Path(path_type=Path), metavar="FOLDER", help="folder of datasets, as for tfdist train"
+)
+@_checks("--all-reduce/--no-all-reduce", default=True, help="start two processes and time their all-reduce")
+@_output("--json", "as_json", is_flag=True, help="print JSON, for programs")
 def command(data_dir: Path | None, all_reduce: bool, as_json: bool) -> int:
     """Show what works on this machine, what does not and why, and which strategies are ready.
 

@@ -12,7 +12,7 @@ from tfdist.doctor.finding import Finding, note, of_error, ok, problem
 from tfdist.errors import UsageError
 from tfdist.jobs import ports, slurm
 from tfdist.jobs.job_environment import TF_CONFIG
-from tfdist.jobs.world import PMI, VARIABLES_OF_RANKS, World
+from tfdist.jobs.world import ALONE, PMI, VARIABLES_OF_RANKS, World
 
 SUBJECT = "job"
 MOST_HOSTS = 256  # hosts whose names are resolved
@@ -39,7 +39,7 @@ def job_findings(environment: Mapping[str, str] = os.environ) -> list[Finding]:
     if problems:
         return problems
     world = World.detect(environment)
-    if world.source == "alone":
+    if world.source == ALONE:
         return [ok(SUBJECT, "No variable describes a job: a process that is started here trains alone")]
     if world.is_evaluator:
         return [ok(SUBJECT, f"{world.source} makes this process {world.place}, which takes no part in the training")]

@@ -14,6 +14,7 @@ from pathlib import Path
 import psutil
 
 from tfdist.doctor.finding import Finding, note, ok, problem
+from tfdist.jobs import job_environment
 from tfdist.jobs.job_environment import cores
 from tfdist.launcher import resources
 
@@ -35,6 +36,7 @@ def findings() -> list[Finding]:
     limits, memory = limits_of_cgroup(), psutil.virtual_memory()
     return [
         *core_findings(limits, cores(), os.cpu_count() or 1),
+        *load_findings(os.getloadavg()[0], os.cpu_count() or 1),
         *_threads(),
         *memory_findings(limits, memory.total, memory.available),
         *_address_space(),
@@ -131,6 +133,15 @@ def _threads() -> Iterator[Finding]:
                 f"`{name}` is `{os.environ[name]}`, which sets the number of threads of TensorFlow or NumPy",
                 f"unset `{name}`, and use `--strategy-option threads=N`",
             )
+
+
+def load_findings(load: float, machine_cores: int) -> Iterator[Finding]:
+    """Says whether programs wait for the cores of this machine; `load` is the mean over the last minute."""
+    excess = job_environment.excess_load(load, machine_cores)
+    if excess is None:
+        yield ok("load", f"{load:.1f} in the last minute")
+    else:
+        yield note("load", excess, "end other programs, or wait, before you measure or start a job")
 
 
 def memory_findings(limits: Limits, total: int, available: int) -> Iterator[Finding]:

@@ -17,6 +17,7 @@ from tfdist.errors import UsageError
 from tfdist.groups import horovod as engine
 from tfdist.horovod import collectives, operations
 from tfdist.internals import keras as keras_internals
+from tfdist.options import checks_arguments
 
 Logs = dict[str, Any] | None
 
@@ -102,6 +103,7 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):
         UsageError: before the first step, if the optimizer has a schedule, or the steps per epoch are unknown.
     """
 
+    @checks_arguments
     def __init__(
         self,
         initial_lr: float,
@@ -177,6 +179,7 @@ class LearningRateWarmupCallback(LearningRateScheduleCallback):
         UsageError: see `LearningRateScheduleCallback`.
     """
 
+    @checks_arguments
     def __init__(
         self,
         initial_lr: float,

@@ -12,13 +12,14 @@ The GPUs are assigned by CUDA_VISIBLE_DEVICES, as `python -m tfdist.launch` and 
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import tensorflow as tf
 
 from tfdist import startup
-from tfdist.errors import UnknownNameError, UsageError
+from tfdist.errors import CostWarning, UnknownNameError, UsageError
 from tfdist.internals import tensorflow as tensorflow_internals
 from tfdist.jobs import job_environment
 from tfdist.jobs.world import World
@@ -35,7 +36,8 @@ def choose(devices: int | Sequence[str] | None, default_cpus: int = 1) -> list[s
 
     Args:
         devices: the number of devices or their names; `None` means all GPUs or, without a GPU, `default_cpus` logical
-            CPU devices. Without a GPU, a number creates that many logical CPU devices.
+            CPU devices. Without a GPU, a number creates that many logical CPU devices, with a warning if it is above
+            the number of cores.
         default_cpus: the number of logical CPU devices if `devices` is `None` and there is no GPU.
 
     Raises:
@@ -43,13 +45,18 @@ def choose(devices: int | Sequence[str] | None, default_cpus: int = 1) -> list[s
     """
     if isinstance(devices, Sequence):
         names = [devices] if isinstance(devices, str) else list(devices)
+        if not names:
+            raise UsageError("`devices` is empty", "name one device or more, such as `CPU:0`, or leave it out")
         return [_existing(name) for name in names]
     gpus = _count(tf.config.get_visible_devices("GPU"))
     if gpus:
         return _first("GPU", gpus if devices is None else devices, gpus)
     count = default_cpus if devices is None else devices
     _make_logical_cpus(count)
-    return _first("CPU", count, len(tf.config.list_logical_devices("CPU")))
+    chosen = _first("CPU", count, len(tf.config.list_logical_devices("CPU")))
+    if devices is not None and (sentence := job_environment.crowding(count, "logical devices")):
+        warnings.warn(sentence, CostWarning, stacklevel=2)
+    return chosen
 
 
 def set_threads(threads: int, operations: int | None) -> None:
@@ -160,7 +167,9 @@ def _first(kind: str, count: int, available: int) -> list[str]:
     if count > available:
         raise UsageError(
             f"`devices` is {count}, and TensorFlow has {available} {kind} device{'s' * (available != 1)}",
-            f"use at most {available}, or {startup.CREATE_EARLIER}" if kind == "CPU" else f"use at most {available}",
+            f"use at most {available}, or {startup.CREATE_EARLIER}"
+            if kind == "CPU"
+            else f"use at most {available}, or leave `devices` out, which means all GPUs",
         )
     return [f"{kind}:{index}" for index in range(count)]
 

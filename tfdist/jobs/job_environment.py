@@ -44,6 +44,30 @@ def cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
+def crowding(count: int, things: str) -> str | None:
+    """Says that `count` things, such as "workers", share fewer cores than that; `None` if each has its own."""
+    if count <= cores():
+        return None
+    shared = "one core" if cores() == 1 else f"{cores()} cores"
+    return f"{count} {things} share {shared}: they show that a program is right, not that it is fast"
+
+
+def excess_load(load: float, machine_cores: int) -> str | None:
+    """Says that programs wait for the cores of this machine; `None` if its load is at most half above their number.
+
+    Args:
+        load: the mean number of threads that compute or wait for a core.
+        machine_cores: the number of cores of the machine.
+    """
+    if load <= 1.5 * machine_cores:
+        return None
+    has = "one core" if machine_cores == 1 else f"{machine_cores} cores"
+    return (
+        f"The load of this machine is {load:.1f}, and it has {has}: other programs slow every step down, and a process "
+        "that does not get a core in time may be taken for lost"
+    )
+
+
 def number(environment: Mapping[str, str], name: str) -> int:
     """The value of the variable `name`, a number from 0.
 

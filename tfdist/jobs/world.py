@@ -51,6 +51,9 @@ MOST_NAMES = 8
 FEW = 3
 
 
+ALONE = "alone"  # the source of a world that no environment variable describes
+
+
 @dataclass(frozen=True)
 class World:
     """The job, and the rank of this process in it.
@@ -72,7 +75,7 @@ class World:
     world_size: int = 1
     local_rank: int = 0
     local_world_size: int = 1
-    source: str = "alone"
+    source: str = ALONE
     tasks: tuple[Task, ...] = ()
     evaluator: int | None = field(default=None, repr=False)
     speeds: tuple[int, ...] | None = field(default=None, repr=False)

@@ -149,6 +149,12 @@ class Attempt:
                 f"The logs cannot be written to `{self.job.log_dir}`: {error.strerror}", "choose another `--log-dir`"
             ) from error
         self._create_processes()
+        if (
+            not self.job.hosts
+            and not self.restart
+            and (crowding := job_environment.crowding(self.job.workers, "workers"))
+        ):
+            self.console.print(f"warning: {crowding}.", highlight=False)
         await self._connect(self.hosts)
         if not self.isolated and not self.job.mpi:
             self._print_open_ports()

@@ -11,14 +11,16 @@ import click
 from tfdist import models, registry, terminal
 from tfdist.data.tools import for_model
 
+_stages = terminal.options_of("Stages")
 
-@click.command(cls=terminal.Command, context_settings={"help_option_names": ["-h", "--help"]})
+
+@click.command(cls=terminal.Command)
 @for_model.options
-@click.option("--devices", type=click.IntRange(min=1), default=2, show_default=True, help="number of stages")
-@click.option("--micro-batches", type=click.IntRange(min=1), default=4, show_default=True, help="parts of a batch")
-@click.option("--batch-size", type=click.IntRange(min=1), default=32, show_default=True, help="examples per batch")
-@click.option("--balance", default="time", show_default=True, metavar="NAME", help="time or memory")
-@click.option("--stages", metavar="LAYERS", help="first layer of each stage after the first, comma-separated")
+@_stages("--devices", type=click.IntRange(min=1), default=2, show_default=True, help="number of stages")
+@_stages("--micro-batches", type=click.IntRange(min=1), default=4, show_default=True, help="parts of a batch")
+@_stages("--batch-size", type=click.IntRange(min=1), default=32, show_default=True, help="examples per batch")
+@_stages("--balance", default="time", show_default=True, metavar="NAME", help="time or memory")
+@_stages("--stages", metavar="LAYERS", help="first layer of each stage after the first, comma-separated")
 def command(
     model: str,
     dataset: str,

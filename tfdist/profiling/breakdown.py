@@ -47,9 +47,10 @@ _NUMBER = re.compile(r"_\d+$")
 # The prefix of the names of operations in a loop.
 _LOOP = re.compile(r"^.*\bwhile/(?:body/_\d+/)?(?:while/)?")
 
+LAYERS = "`tfdist profile RUN` lists the layers that take longest"
 FIRST_TO_TRY = {
     "compute": "let more devices share the batch, use `--dtype-policy mixed_bfloat16` where the hardware has it, or a "
-    "smaller model; `tfdist profile RUN` lists the layers that take longest",
+    "smaller model",
     "communication": "a larger global batch, which exchanges gradients less often; `--compression bf16`; fewer and "
     "larger processes; a faster link",
     "input": "prepare examples once: `cache` and `prefetch`, parallel `map`, smaller pictures, files on a faster disk",
@@ -167,11 +168,17 @@ def bound_of(shares: Mapping[str, float]) -> str:
     return max(shares, key=lambda kind: shares[kind])
 
 
-def advice(shares: Mapping[str, float]) -> str:
-    """Returns a sentence on what bounds the step, and one on what to try first."""
+def advice(shares: Mapping[str, float], layers: str = LAYERS) -> str:
+    """Returns a sentence on what bounds the step, and one on what to try first.
+
+    Args:
+        shares: the share of each activity.
+        layers: where the layers are listed that take longest, which matters if the step is bound by compute.
+    """
     kind = bound_of(shares)
     what = "The step is bound by waiting (latency)" if kind == "waiting" else f"The step is bound by {kind}"
-    return f"{what}: {shares[kind]:.0%} of its time.\nTry first: {FIRST_TO_TRY[kind]}."
+    further = f"; {layers}" if kind == "compute" else ""
+    return f"{what}: {shares[kind]:.0%} of its time.\nTry first: {FIRST_TO_TRY[kind]}{further}."
 
 
 def layer_of(name: str, kind: str) -> str:

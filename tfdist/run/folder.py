@@ -12,6 +12,7 @@ Synopsis:
 from __future__ import annotations
 
 import contextlib
+import difflib
 import math
 import os
 import tempfile
@@ -31,10 +32,11 @@ from tfdist.run.schema import EpochRecord, RunRecord
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
+RECORD = "run.json"
 MOST_RECORD_BYTES = 1 << 26  # `run.json` has about a kilobyte per epoch
 # A folder with any of these contains a run.
 _NAMES = (
-    "run.json",
+    RECORD,
     "history.csv",
     "curves.png",
     "log.txt",
@@ -43,6 +45,8 @@ _NAMES = (
     "checkpoints",
     "model.keras",
 )
+# What a start of a run leaves before there is a record.
+_STARTED = (*_NAMES, "output", "vocabulary.txt", "target_vocabulary.txt")
 # Okabe and Ito's blue and vermilion are distinct for all kinds of colour vision; in grey, the line styles differ.
 _TRAIN: dict[str, Any] = {"color": "#0072B2", "linestyle": "--", "marker": "o", "markersize": 4, "label": "training"}
 _VALIDATION: dict[str, Any] = {
@@ -163,7 +167,7 @@ class RunFolder:
         self.is_chief = rank == 0 and evaluator is None
         subfolder = f"rank-{rank}" if evaluator is None else f"evaluator-{evaluator}"
         self.path = self.run_dir if self.is_chief else self.run_dir / subfolder
-        self.run_json = self.run_dir / "run.json"
+        self.run_json = self.run_dir / RECORD
         self.history = self.path / "history.csv"
         self._history_file = HistoryFile(self.history)
         self.curves = self.path / "curves.png"
@@ -300,13 +304,13 @@ def load_record(path: str | os.PathLike[str]) -> RunRecord:
     Raises:
         RunFolderError: there is no record, it is invalid, or a newer tfdist wrote it.
     """
-    file = Path(path) / "run.json"
+    file = Path(path) / RECORD
     try:
         text = files.read_text(file, MOST_RECORD_BYTES)
     except OSError as error:
         raise RunFolderError(
-            f"The run folder `{path}` has no readable `run.json`: {error.strerror}",
-            "use the folder that was set with `--run-dir`",
+            f"The run folder `{path}` has no readable `{RECORD}`: {error.strerror}",
+            similar_runs(Path(path)) or "use the folder that was set with `--run-dir`",
         ) from error
     except UnicodeDecodeError as error:
         raise _invalid(file, str(error)) from error
@@ -322,6 +326,51 @@ def load_record(path: str | os.PathLike[str]) -> RunRecord:
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"])) or "the whole file"
         raise _invalid(file, f"{where}: {first['msg']}") from error
+
+
+def require_run_or_its_start(path: Path) -> None:
+    """Refuses to resume the run in `path`, unless it has a record, or ended before it wrote one.
+
+    A scheduler that starts a job again with `--resume` may find a folder that is empty, or that has only the output of
+    a start that failed: training then starts from the beginning, and says so.
+
+    Raises:
+        RunFolderError: there is no such folder, or it has other files, so that its name is probably wrong.
+    """
+    if not path.is_dir():
+        raise RunFolderError(
+            f"There is no run folder `{path}` to resume",
+            similar_runs(path) or "correct `--run-dir`; to start a run in a new folder, leave `--resume` out",
+        )
+    content = sorted(each.name for each in path.iterdir() if not each.name.startswith("."))
+    if content and not any(name in _STARTED or name.startswith("rank-") for name in content):
+        names = ", ".join(f"`{name}`" for name in content[:4]) + ", ..." * (len(content) > 4)
+        raise RunFolderError(
+            f"The folder `{path}` has no run to resume: it has {names}, and no `{RECORD}`",
+            _run_in(path) or similar_runs(path) or "correct `--run-dir`; to start a run there, leave `--resume` out",
+        )
+
+
+def similar_runs(path: Path) -> str:
+    """A hint that names the run folder next to `path` with the most similar name; empty if there is none."""
+    return _meant(path.parent, difflib.get_close_matches(path.name, _runs_in(path.parent), n=1))
+
+
+def _run_in(path: Path) -> str:
+    """A hint that names the latest run in the folder `path` of several runs; empty if there is none."""
+    return _meant(path, _runs_in(path)[-1:])
+
+
+def _meant(folder: Path, names: Sequence[str]) -> str:
+    return f"did you mean `--run-dir {folder / names[0]}`?" if names else ""
+
+
+def _runs_in(folder: Path) -> list[str]:
+    """The names of the runs in a folder, the latest last."""
+    with contextlib.suppress(OSError):
+        records = [each / RECORD for each in folder.iterdir() if (each / RECORD).is_file()]
+        return [record.parent.name for record in sorted(records, key=lambda record: record.stat().st_mtime)]
+    return []
 
 
 class _Versioned(BaseModel):

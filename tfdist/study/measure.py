@@ -185,7 +185,8 @@ def begin(plan: Plan, out: Path, resume: bool) -> str:
     """Creates the folder of a study, or resumes the study in it; returns when the study was started.
 
     Raises:
-        UsageError: the folder has a study and `resume` is not set, it has a different study, or it cannot be written.
+        UsageError: the folder has a study and `resume` is not set, or the reverse; it has a different study; or it
+            cannot be written.
     """
     path = out / PLAN
     wanted = redaction.hide_in_options(json.loads(json.dumps(asdict(plan), default=str)))  # paths are text
@@ -201,6 +202,10 @@ def begin(plan: Plan, out: Path, resume: bool) -> str:
             names = ", ".join(f"`{name}`" for name in differing)
             raise UsageError(f"The study in `{out}` was started with different {names}", "name another `--out`")
         return str(existing["study"])
+    if resume:
+        raise UsageError(
+            f"`--resume` is set, and `{out}` has no study", "correct `--out`; to start a study, leave `--resume` out"
+        )
     try:
         out.mkdir(parents=True, exist_ok=True)
         study = datetime.now(UTC).isoformat(timespec="milliseconds")

@@ -15,6 +15,8 @@ from tfdist.errors import DataError, UsageError
 OTHER_ENCODING = "name another encoding with `--data-option encoding=latin-1`"
 # The image formats that TensorFlow decodes.
 PICTURES = (".jpg", ".jpeg", ".png", ".bmp", ".gif")
+# Folders that systems and archives add: macOS' archives, and thumbnails of Synology and Windows.
+_OF_SYSTEMS = ("__MACOSX", "@eaDir", "System Volume Information", "$RECYCLE.BIN", "lost+found")
 _OPENERS: dict[str, Any] = {".gz": gzip.open, ".xz": lzma.open}
 
 
@@ -49,7 +51,8 @@ def find(directory: Path, patterns: str | None, dataset: str, option: str) -> li
     """
     paths: list[Path] = []
     for pattern in str(patterns).split(",") if patterns is not None else []:
-        matching = sorted(path for path in directory.glob(pattern.strip()) if path.is_file())
+        is_wanted = _is_of_user if not pattern.strip().startswith(".") else lambda path: True
+        matching = sorted(path for path in directory.glob(pattern.strip()) if path.is_file() and is_wanted(path))
         if not matching:
             content = ", ".join(f"`{path.name}`" for path in sorted(directory.iterdir())[:12]) or "nothing"
             raise DataError(
@@ -73,11 +76,21 @@ def content(path: Path) -> bytes:
         raise DataError(f"`{path}` cannot be read: {error}", "fetch the file again") from error
 
 
+def folders_in(directory: Path) -> list[Path]:
+    """The user's folders in a folder, sorted by name: neither hidden ones nor those that systems and archives add."""
+    return sorted(path for path in directory.iterdir() if path.is_dir() and _is_of_user(path))
+
+
+def _is_of_user(path: Path) -> bool:
+    """Whether a file or folder is neither hidden, such as `.thumbs` and macOS' `._1.jpg`, nor added by a system."""
+    return not path.name.startswith(".") and path.name not in _OF_SYSTEMS
+
+
 def pictures_in(directory: Path) -> list[Path]:
-    """The pictures in a folder, sorted by name; empty if there is no such folder."""
+    """The pictures in a folder that are not hidden, sorted by name; empty if there is no such folder."""
     if not directory.is_dir():
         return []
-    return sorted(path for path in directory.iterdir() if path.suffix.lower() in PICTURES)
+    return sorted(path for path in directory.iterdir() if path.suffix.lower() in PICTURES and _is_of_user(path))
 
 
 def text(path: Path, encoding: str) -> str:

@@ -30,6 +30,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
+from tfdist import registry
 from tfdist.data.input import augmentation as augmentations
 from tfdist.data.input import order, padding
 from tfdist.data.input.arrays import (
@@ -47,6 +48,7 @@ from tfdist.data.input.division import Division
 from tfdist.data.spec import SPLITS, DataSpec
 from tfdist.errors import DataError, UnknownNameError, UsageError
 from tfdist.jobs.world import World
+from tfdist.options import Count, check_value
 
 if TYPE_CHECKING:
     import tensorflow as tf
@@ -137,8 +139,20 @@ class Source:
             bucketed: see `Source`.
             skipped: see `Source`.
             **facts: further fields of the `DataSpec`, such as `class_names`.
+
+        Raises:
+            UsageError: a split is not a pair of x and y of the same length, or a fact is unknown or cannot be true.
         """
+        owner = f"The dataset `{name}`"
+        classes, divisor = check_value(int, classes, "classes", owner), check_value(Count, divisor, "divisor", owner)
+        of_arrays = ("name", "task", "input_shape", "classes", "examples")
+        known = [field.name for field in dataclasses.fields(DataSpec) if field.name not in of_arrays]
+        if unknown := [fact for fact in facts if fact not in known]:
+            raise registry.unknown_option("dataset", name, unknown[0], known)
         by_split = {"train": train, "validation": validation, "test": test}
+        for split, pair in by_split.items():
+            if pair is not None:
+                _require_pair(name, split, pair)
         splits = {split: (map_x(np.asarray, pair[0]), np.asarray(pair[1])) for split, pair in by_split.items() if pair}
         counts = {split: len(main_input(x)) for split, (x, _) in splits.items()}
         x, y = splits["train"]
@@ -641,3 +655,18 @@ def _specs(spec: DataSpec) -> Any:
     if spec.task == "translation":
         return {"source": x, "target": tf.TensorSpec([None, *spec.target_shape], x_type)}, y
     return x, y
+
+
+def _require_pair(dataset: str, split: str, pair: Any) -> None:
+    """Raises `UsageError` if the examples of a split are not a pair of x and y with the same number of examples."""
+    if not (isinstance(pair, tuple | list) and len(pair) == 2):
+        raise UsageError(
+            f"`{split}` of the dataset `{dataset}` is a `{type(pair).__name__}`, not a pair of arrays",
+            f"pass the examples and their targets: `{split}=(x, y)`",
+        )
+    examples, targets = len(main_input(pair[0])), len(pair[1])
+    if examples != targets:
+        raise UsageError(
+            f"`{split}` of the dataset `{dataset}` has {examples} examples x and {targets} targets y",
+            "give each example its target",
+        )

@@ -12,6 +12,8 @@ from tfdist.data.input.source import Source
 from tfdist.errors import DataError
 from tfdist.options import Count, Fraction
 
+TASKS = ("characters",)
+
 
 def load(
     data_dir: str | PathLike[str] | None = None,

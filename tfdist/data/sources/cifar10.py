@@ -7,6 +7,8 @@ from os import PathLike
 from tfdist.data.formats import tfds
 from tfdist.data.input.source import Source
 
+TASKS = ("classification",)
+
 
 def load(data_dir: str | PathLike[str] | None = None) -> Source:
     """x `[N, 32, 32, 3]` in [0, 1], 10 classes: 45,000 training, 5,000 validation and 10,000 test examples.

@@ -17,6 +17,7 @@ from tfdist.data.input.source import Source
 from tfdist.errors import UsageError
 from tfdist.options import Count, Fraction
 
+TASKS = ("classification",)
 _SHAPE = (3, 32, 32)
 _PIXELS = 3 * 32 * 32
 

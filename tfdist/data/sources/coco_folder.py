@@ -18,6 +18,8 @@ from tfdist.data.spec import DataSpec
 from tfdist.errors import DataError
 from tfdist.options import Count, Fraction, Size
 
+TASKS = ("segmentation",)
+
 
 def load(
     data_dir: str | PathLike[str] | None = None,

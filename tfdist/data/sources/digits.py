@@ -18,6 +18,7 @@ from tfdist.data.input.source import Source
 from tfdist.data.spec import DataSpec
 from tfdist.errors import MissingPackageError
 
+TASKS = ("classification",)
 SPEC = DataSpec(
     name="digits",
     task="classification",

@@ -2,7 +2,8 @@
 
 Without a folder `train`, each subfolder of the dataset's folder is a class. A tenth of the pictures, always the same
 random ones, is then for validation, and another tenth for the test; the classes have the same proportions in all three
-splits.
+splits. Hidden folders and files, such as `.thumbs`, and those that systems and archives add, such as `__MACOSX`, are no
+classes and no pictures.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from tfdist.data.spec import DataSpec
 from tfdist.errors import DataError
 from tfdist.options import Count, Size
 
+TASKS = ("classification",)
 _FOLDERS = {"train": ("train",), "validation": ("validation", "val"), "test": ("test",)}
 
 
@@ -68,14 +70,14 @@ def load(
 
 
 def _classes(folder: Path) -> list[str]:
-    classes = sorted(path.name for path in folder.iterdir() if path.is_dir() and local_files.pictures_in(path))
+    classes = [path.name for path in local_files.folders_in(folder) if local_files.pictures_in(path)]
     if not classes:
         raise DataError(f"`{folder}` has no folders with pictures", "make one folder per class, with its pictures")
     return classes
 
 
 def _pictures(folder: Path, classes: list[str]) -> Pictures:
-    unknown = sorted(path.name for path in folder.iterdir() if path.is_dir() and path.name not in classes)
+    unknown = [path.name for path in local_files.folders_in(folder) if path.name not in classes]
     if unknown:
         raise DataError(
             f"`{folder / unknown[0]}` is not a class of the training pictures, which have {', '.join(classes[:10])}",

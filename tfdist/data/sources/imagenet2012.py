@@ -14,6 +14,7 @@ from tfdist.data.input.pictures import SHUFFLE_BUFFER, PictureSource
 from tfdist.errors import DataError
 from tfdist.options import Count, Size
 
+TASKS = ("classification",)
 ARCHIVES = ("ILSVRC2012_img_train.tar", "ILSVRC2012_img_val.tar")
 MANUAL = Path("downloads", "manual")
 

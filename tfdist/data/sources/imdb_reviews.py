@@ -8,6 +8,8 @@ from tfdist.data.formats import text, tfds
 from tfdist.data.input.source import Source
 from tfdist.options import Count
 
+TASKS = ("text_classification",)
+
 
 def load(
     data_dir: str | PathLike[str] | None = None,

@@ -7,6 +7,8 @@ from os import PathLike
 from tfdist.data.formats import tfds
 from tfdist.data.input.source import Source
 
+TASKS = ("classification",)
+
 
 def load(data_dir: str | PathLike[str] | None = None) -> Source:
     """x `[N, 28, 28, 1]` in [0, 1], ten classes: 55,000 training, 5,000 validation and 10,000 test examples.

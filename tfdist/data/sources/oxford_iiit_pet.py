@@ -9,6 +9,8 @@ from tfdist.data.input.picture_headers import MAX_PIXELS
 from tfdist.data.input.pictures import SHUFFLE_BUFFER, PictureSource
 from tfdist.options import Count, Size
 
+TASKS = ("segmentation",)
+
 
 def load(
     data_dir: str | PathLike[str] | None = None,

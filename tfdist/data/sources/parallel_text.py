@@ -14,6 +14,8 @@ from tfdist.data.input.source import Source
 from tfdist.errors import DataError, UsageError
 from tfdist.options import Count
 
+TASKS = ("translation",)
+
 
 def load(
     data_dir: str | PathLike[str] | None = None,

@@ -22,6 +22,8 @@ from tfdist.data.spec import DataSpec
 from tfdist.errors import DataError, UsageError
 from tfdist.options import Count, Size
 
+TASKS = ("segmentation",)
+
 
 def load(
     data_dir: str | PathLike[str] | None = None,

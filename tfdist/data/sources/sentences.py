@@ -25,6 +25,8 @@ from tfdist.data.input.source import Source
 from tfdist.errors import UsageError
 from tfdist.options import Count, CountOrZero
 
+TASKS = ("text_classification",)
+
 
 def load(
     data_dir: str | PathLike[str] | None = None,

@@ -8,7 +8,10 @@ from typing import Any
 
 import click
 
-from tfdist import data, models
+from tfdist import data, models, terminal
+
+_data = terminal.options_of("Data")
+_model = terminal.options_of("Model")
 
 
 def load(model: str, dataset: str, data_dir: Path | None = None, **options: Any) -> data.Source:
@@ -25,11 +28,11 @@ def options(command: Callable[..., Any]) -> Callable[..., Any]:
     """Adds the options `model`, `dataset`, `data_dir`, `data_option` and `model_option` to a command."""
     or_custom = "or your own module:function"
     added = (
-        click.option("--model", required=True, metavar="NAME", help=f"{', '.join(models.names())}, {or_custom}"),
-        click.option("--dataset", required=True, metavar="NAME", help=f"{', '.join(data.names())}, {or_custom}"),
-        click.option("--data-dir", type=click.Path(path_type=Path), help="folder of the dataset's files"),
-        click.option("--data-option", multiple=True, metavar="NAME=VALUE", help="option of the dataset; repeatable"),
-        click.option("--model-option", multiple=True, metavar="NAME=VALUE", help="option of the model; repeatable"),
+        _model("--model", required=True, metavar="NAME", help=f"{', '.join(models.names())}, {or_custom}"),
+        _model("--model-option", multiple=True, metavar="NAME=VALUE", help="an option of the model; may be repeated"),
+        _data("--dataset", required=True, metavar="NAME", help=f"{', '.join(data.names())}, {or_custom}"),
+        _data("--data-option", multiple=True, metavar="NAME=VALUE", help="an option of the dataset; may be repeated"),
+        _data("--data-dir", type=click.Path(path_type=Path), metavar="FOLDER", help="folder of the dataset's files"),
     )
     for option in reversed(added):
         command = option(command)

@@ -1,0 +1,1 @@
+"""How commands describe their options, and how they answer a mistake on the command line."""
