@@ -51,9 +51,7 @@ def main() -> None:
             print(f"{1e3 * predicted[number]:.2f} ms predicted, {1e3 * actual[number]:.2f} ms measured", flush=True)
     ratio = ratios.of_rounds(actual, predicted)
     assert ratio is not None
-    print(
-        f"measured / predicted {ratio.median:.2f} ({ratio.low or ratio.median:.2f} to {ratio.high or ratio.median:.2f})"
-    )
+    print(f"measured / predicted {ratio.text}")
 
 
 def prediction(options: dict[str, object], size: int, steps: int, folder: Path) -> float:

@@ -197,8 +197,9 @@ def _comparison(work: measured.Work, predictions: Sequence[Prediction], folder: 
     )
     lines = ["", "Comparison with runs that were not used for the predictions:"]
     predicted = {prediction.name: prediction.examples_per_second for prediction in predictions}
-    for turn in measure.turns(study, folder / "check"):
-        result = measure.run(turn, study, "check", measured.MAX_RUN_SECONDS)
+    begun = measure.begin(study, folder / "check", resume=False)
+    for turn in measure.turns(study, begun, folder / "check"):
+        result = measure.run(turn, study, begun, measured.MAX_RUN_SECONDS)
         (run,) = runs.load([turn.folder])
         seconds = run.epoch_seconds
         if result.exit_code or seconds is None:
