@@ -116,6 +116,17 @@ def of_table(samples: Sequence[Logarithms], error: float | None = ERROR) -> list
     ]
 
 
+def of_next(sample: Logarithms) -> tuple[float, float]:
+    """Returns the bounds between which one more value lies with probability 1 - `ERROR`: Student's prediction interval.
+
+    Args:
+        sample: the logarithms of at least two values.
+    """
+    half = _quantile(len(sample), ERROR) * statistics.stdev(sample) * math.sqrt(1 + 1 / len(sample))
+    mean = statistics.fmean(sample)
+    return math.exp(mean - half), math.exp(min(mean + half, 700.0))
+
+
 def _levels(p_values: Mapping[int, float], error: float) -> dict[int, float]:
     """The probability of error of each interval: in Holm's procedure, of its step or of the step that ended it."""
     levels: dict[int, float] = {}
