@@ -5,6 +5,8 @@ import dataclasses
 import doctest
 import json
 import math
+import subprocess
+import sys
 import time
 
 import psutil
@@ -17,7 +19,20 @@ from tfdist.errors import RunFolderError, UsageError
 from tfdist.run import schema
 from tfdist.run.folder import RunFolder
 from tfdist.run.schema import EpochRecord
-from tfdist.study import looks, measure, page, plan, prices, ratios, results, runs, summary, verdicts
+from tfdist.study import (
+    conditions,
+    looks,
+    measure,
+    page,
+    plan,
+    prices,
+    ratios,
+    results,
+    runs,
+    stages,
+    summary,
+    verdicts,
+)
 
 CASE = {"model": "cnn", "dataset": "digits", "batch_size": 32}
 
@@ -32,10 +47,10 @@ def made(folder, strategy="single", workers=1, round=0, seconds=1.0, error="", l
     place = folder / f"{strategy}-{workers}-{changed.get('global_batch_size', 32)}" / f"round-{round}"
     place.mkdir(parents=True)
     case = {**CASE, "batch_size": changed.get("global_batch_size", 32)}
-    of_gpus = {name: changed.pop(name) for name in ("gpus_busy", "gpu_memory_bytes") if name in changed}
+    more = {name: changed.pop(name) for name in ("gpus_busy", "gpu_memory_bytes", "looks") if name in changed}
     measured = measure.Measured(
         **case,
-        **of_gpus,
+        **more,
         **{"strategy": strategy, "workers": workers, "label": strategy, "study": "first", "round": round, "seed": 0},
         **{"command": ["tfdist", "train"], "started": f"2026-01-01T00:00:{round:02}", "wall_seconds": 9.0},
         **{"cpu_seconds": 5.0, "exit_code": int(bool(error)), "error": error},
@@ -439,3 +454,76 @@ def test_a_study_of_several_inputs_traces_the_cells_whose_input_costs_nothing(tm
     assert {cell.case.input for cell in study.traced()} == {"synthetic"} and len(study.traced()) == 16
     options = study.traced()[0].options(epochs=3, seed=1)
     assert options[options.index("--input") + 1] == "synthetic"
+
+
+def stage_of(study, begun, out, seconds):
+    """Makes the runs of all stages as if they took `seconds(turn)`, and returns the rounds of each stage."""
+    rounds = []
+    for turns in stages.of(study, begun, out):
+        rounds.append(sorted({turn.round for turn in turns}))
+        for turn in turns:
+            made(out, "custom" if turn.cell.strategy == "custom" else "single", 1, turn.round, seconds(turn))
+    return rounds
+
+
+TWO = (plan.Contestant("single"), plan.Contestant("custom"))
+
+
+def begun_study(out, repeats=None, resume=False):
+    study = plan.Plan(("cnn",), ("digits",), TWO, repeats=repeats)
+    return study, measure.begin(study, out, resume)
+
+
+@pytest.mark.parametrize(
+    ("difference", "rounds"),
+    [
+        (0.5, [[0, 1, 2, 3], [], [], []]),  # plain at the first look
+        (1.0, [[0, 1, 2, 3], [], [], []]),  # as plain that there is none
+        (0.9, [[0, 1, 2, 3], [4, 5], [6, 7], []]),  # the noise below is as large
+    ],
+)
+def test_a_study_ends_as_soon_as_its_results_are_settled(tmp_path, difference, rounds):
+    noise = [1.0, 1.2, 0.9, 1.1, 0.85, 1.15, 1.0, 1.1] if difference == 0.9 else [1.0, 1.001] * 4
+
+    def seconds(turn):
+        return difference * noise[turn.round] if turn.cell.strategy == "custom" else 1.0
+
+    study, begun = begun_study(tmp_path)
+    assert stage_of(study, begun, tmp_path, seconds) == rounds
+
+
+def test_rounds_that_are_added_once_the_results_are_known_leave_no_interval_and_no_winner(tmp_path):
+    _, begun = begun_study(tmp_path, repeats=2)
+    assert begun.looks == ((2, 1.0),)
+    (tmp_path / measure.REPORT).touch()
+    _, begun = begun_study(tmp_path, repeats=3, resume=True)
+    assert begun.looks == ((2, 1.0), (3, 0.0))
+    for number in range(3):
+        made(tmp_path, round=number, seconds=2.0 + number / 10, looks=begun.looks)
+        made(tmp_path, "custom", round=number, looks=begun.looks)
+    (comparison,) = results.of_runs(runs.load([tmp_path]))
+    assert "2.10 (rounds were added later)" in summary.table(comparison)
+    assert "no difference from `single` is certain enough" in summary.answer(comparison)
+    assert any("measure again in another `--out`" in line for line in summary.doubtful(comparison))
+
+
+def test_rounds_may_grow_before_the_results_are_known(tmp_path):
+    begun_study(tmp_path, repeats=2)
+    assert begun_study(tmp_path, repeats=3, resume=True)[1].looks == ((3, 1.0),)
+    assert begun_study(tmp_path, resume=True)[1].looks == ((3, 1.0),)
+
+
+def test_a_run_knows_what_other_programs_used_of_its_cores():
+    with conditions.watched() as alone:
+        time.sleep(0.3)
+    busy = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(alone.cores)]
+    try:
+        time.sleep(0.2)
+        with conditions.watched() as crowded:
+            time.sleep(0.3)
+    finally:
+        for process in busy:
+            process.kill()
+            process.wait()
+    assert crowded.cores_of_others > alone.cores / 2 and crowded.load_before >= 1
+    assert len(crowded.loop_seconds) == 2 and all(0 < seconds < 1 for seconds in crowded.loop_seconds)

@@ -170,14 +170,13 @@ def _table(predictions: Sequence[Prediction], counts: Sequence[int]) -> str:
         for prediction in predictions
     }
     columns = sorted({1, *counts})
-    rows = [["examples/s on", *map(str, columns), "within (95 %)"]]
+    rows = [["examples/s on", *map(str, columns), "95 % within"]]
     for name in dict.fromkeys(prediction.strategy for prediction in predictions):
         within = max(prediction.within for prediction in predictions if prediction.strategy == name)
-        rows.append([name, *(rates.get((name, count), "") for count in columns), f"× or / {within:.2f}"])
+        rows.append([name, *(rates.get((name, count), "") for count in columns), f"factor {within:.2f}"])
     width = max(len(row[0]) for row in rows)
-    return "\n".join(
-        row[0].ljust(width) + "".join(f"{cell:>12}" for cell in row[1:-1]) + f"{row[-1]:>16}" for row in rows
-    )
+    widths = [*([12] * len(columns)), 16]
+    return "\n".join(row[0].ljust(width) + "".join(map(str.rjust, row[1:], widths)) for row in rows)
 
 
 def _recommendation(predictions: Sequence[Prediction], rounds: Sequence[Sequence[Prediction]]) -> str:
