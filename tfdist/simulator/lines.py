@@ -40,7 +40,7 @@ def _panel(title: str, panel: Panel, domain: tuple[float, float], x_title: str, 
         for index, label in enumerate(labels)
         for x, y in panel[label].items()
     ]
-    ticks = sorted({point["x"] for point in points})
+    ticks = sorted({number for line in panel.values() for number in line})
     scale = altair.Scale(domain=labels, range=[COLOURS[index % len(COLOURS)] for index in range(len(labels))])
     colour = altair.Color("label:N", scale=scale, legend=None)
     y = altair.Y("y:Q", title=y_title, scale=altair.Scale(domain=domain, nice=False, padding=6))

@@ -87,8 +87,11 @@ class Row:
     wall_seconds = MedianOf(lambda run: run.measured.wall_seconds if run.measured else None)
     cpu_seconds = MedianOf(lambda run: run.measured.cpu_seconds if run.measured else None)
     # Of the measuring machine: the mean number of busy GPUs, and the peak memory in use on a GPU, by all processes.
-    gpus_busy = MedianOf(lambda run: run.measured.gpus_busy if run.measured else None)
-    gpu_memory_in_use_bytes = MedianOf(lambda run: run.measured.gpu_memory_bytes if run.measured else None)
+    # Without a GPU that TensorFlow has seen, the driver's numbers are those of other programs.
+    gpus_busy = MedianOf(lambda run: run.measured.gpus_busy if run.measured and run.has_gpu else None)
+    gpu_memory_in_use_bytes = MedianOf(
+        lambda run: run.measured.gpu_memory_bytes if run.measured and run.has_gpu else None
+    )
     # The largest allocation on a GPU.
     peak_gpu_memory_bytes = MedianOf(lambda run: run.record.peak_gpu_memory_bytes if run.record else None)
     # After the last epoch: training loss, validation accuracy (0 to 1), and the mean staleness of parameter servers.

@@ -59,6 +59,11 @@ class Run:
         return self.study, self.round, "" if self.record is None else self.record.machine.cpu
 
     @property
+    def has_gpu(self) -> bool:
+        """Whether TensorFlow has seen a GPU."""
+        return self.record is not None and bool(self.record.machine.gpus)
+
+    @property
     def error(self) -> str:
         """Why the run failed; "" if it did not."""
         if self.measured is not None and self.measured.exit_code:
