@@ -529,3 +529,22 @@ def test_a_run_knows_what_other_programs_used_of_its_cores():
             process.wait()
     assert crowded.cores_of_others > alone.cores / 2 and crowded.load_before >= 1
     assert len(crowded.loop_seconds) == 2 and all(0 < seconds < 1 for seconds in crowded.loop_seconds)
+
+
+def test_a_ratio_that_was_measured_once_and_one_that_was_not_decided_are_both_named(tmp_path):
+    for number in range(2):
+        made(tmp_path, round=number, seconds=1.0 + number)
+        made(tmp_path, "custom", round=number)
+    made(tmp_path, "mirrored")
+    (comparison,) = results.of_runs(runs.load([tmp_path]))
+    (line,) = (line for line in summary.doubtful(comparison) if "interval" in line)
+    assert "`mirrored on 1` and `single`" in line and "a ratio was measured only once" in line
+
+
+def test_without_scipy_a_comparison_says_what_to_install(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "scipy", None)
+    for number in range(2):
+        made(tmp_path, round=number)
+        made(tmp_path, "custom", round=number, seconds=2.0 + number)
+    with pytest.raises(UsageError, match="computed with SciPy, which is not installed"):
+        results.of_runs(runs.load([tmp_path]))

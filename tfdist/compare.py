@@ -20,7 +20,7 @@ from rich.text import Text
 
 from tfdist import data, models, registry, report, strategies, terminal, train
 from tfdist.errors import UsageError
-from tfdist.study import measure, plan, stages
+from tfdist.study import measure, plan, ratios, stages
 from tfdist.study.measure import Measured, Turn
 
 SECONDS_PER_RUN = 3600.0  # default time limit
@@ -96,6 +96,7 @@ def _compare(
             raise UsageError(f"`{option}` is not set", "set it on the command line or in a `--matrix` file")
     study = plan.Plan(**settings)
     _check_names(study)
+    ratios.special_functions()  # before the first run
     folder = out or Path("studies") / f"{datetime.now(UTC):%Y%m%d-%H%M%S}"
     failed = run(study, folder, resume, run_seconds)
     report.show([folder], folder, prices, tensorboard)

@@ -43,19 +43,14 @@ def _too_few_rounds(comparison: Comparison) -> Iterator[str]:
         return
     names = ", ".join(f"`{row.cell.name}` and `{other.cell.name}`" for row, other, _ in open_pairs)
     measured = max(ratio.rounds for *_, ratio in open_pairs)
-    if any(ratio.reason for *_, ratio in open_pairs):
-        reason = open_pairs[0][2].reason
-        yield f"No interval and no difference can be stated, because {_CAUSES[reason]}."
+    if reason := next((ratio.reason for *_, ratio in open_pairs if ratio.reason), ""):
+        yield f"No interval and no difference can be stated for {names}, because {_CAUSES[reason]}."
         return
-    needed = [ratio.rounds_needed for *_, ratio in open_pairs]
-    more = max((count for count in needed if count is not None), default=0)
-    expected = f"more than {ratios.MOST_ROUNDS}" if None in needed else f"about {max(more, measured + 1)}"
-    is_practical = None not in needed and more <= PRACTICAL_ROUNDS
-    advice = (
-        "measure again with `--repeats`, in another `--out`"
-        if is_practical
-        else "use longer epochs, or a quieter machine"
-    )
+    needed = max(measured + 1, *(ratio.rounds_needed or ratios.MOST_ROUNDS + 1 for *_, ratio in open_pairs))
+    expected = f"more than {ratios.MOST_ROUNDS}" if needed > ratios.MOST_ROUNDS else f"about {needed}"
+    advice = "use longer epochs, or a quieter machine"
+    if needed <= PRACTICAL_ROUNDS:
+        advice = "measure again with `--repeats`, in another `--out`"
     yield (
         f"{counted(measured, 'round')} {'is' if measured == 1 else 'are'} too few to decide whether {names} differ by "
         f"more than {ratios.RESOLUTION - 1:.0%}; as the runs vary, {expected} are needed: {advice}."

@@ -144,7 +144,7 @@ def _p_value(sample: Logarithms) -> float:
     mean, standard_error = _mean_and_error(sample)
     if not standard_error:
         return 0.0 if mean else 1.0
-    return 2 * float(_special().stdtr(len(sample) - 1, -abs(mean) / standard_error))
+    return 2 * float(special_functions().stdtr(len(sample) - 1, -abs(mean) / standard_error))
 
 
 def _ratio(sample: Logarithms, level: float) -> Ratio:
@@ -165,7 +165,7 @@ def _mean_and_error(sample: Logarithms) -> tuple[float, float]:
 
 def _quantile(rounds: int, level: float) -> float:
     """The standard errors on either side of a mean that an interval with this probability of error has."""
-    return float(_special().stdtrit(rounds - 1, 1 - level / 2))
+    return float(special_functions().stdtrit(rounds - 1, 1 - level / 2))
 
 
 def _rounds_needed(sample: Logarithms, level: float) -> int | None:
@@ -179,8 +179,12 @@ def _rounds_needed(sample: Logarithms, level: float) -> int | None:
     return rounds if rounds <= MOST_ROUNDS else None
 
 
-def _special() -> Any:
-    """SciPy's special functions, which only the ratios of a study need."""
+def special_functions() -> Any:
+    """SciPy's special functions, which only the ratios of a study need.
+
+    Raises:
+        UsageError: SciPy is not installed.
+    """
     try:
         from scipy import special
     except ImportError as error:
