@@ -8,6 +8,7 @@ Example: `python -m benchmarks.advice --model cnn --dataset fashion_mnist --batc
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import statistics
 import subprocess
@@ -49,11 +50,10 @@ def main() -> None:
             predicted[number] = prediction(options, size, steps, round_folder / "alone")
             actual[number] = job(options, size, steps, round_folder / "job")
             print(f"{1e3 * predicted[number]:.2f} ms predicted, {1e3 * actual[number]:.2f} ms measured", flush=True)
-    ratio = ratios.of_rounds(actual, predicted)
-    assert ratio is not None
-    print(
-        f"measured / predicted {ratio.median:.2f} ({ratio.low or ratio.median:.2f} to {ratio.high or ratio.median:.2f})"
-    )
+    sample = ratios.logarithms(actual, predicted)
+    low, high = ratios.of_next(sample)
+    mean = math.exp(statistics.fmean(sample))
+    print(f"measured / predicted {mean:.2f}; the next one lies between {low:.2f} and {high:.2f} (95 %)")
 
 
 def prediction(options: dict[str, object], size: int, steps: int, folder: Path) -> float:

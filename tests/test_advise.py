@@ -80,6 +80,25 @@ def test_the_first_epoch_of_a_measured_run_only_warms_up(monkeypatch, tmp_path):
     assert found.seconds(64) == pytest.approx(0.002 * 64)
 
 
+def test_predictions_of_several_rounds_say_how_far_a_run_may_be_from_them():
+    def predicted(*rates):
+        return [[costs.Prediction("single", 1, rate)] for rate in rates]
+
+    (steady,), (noisy,) = costs.combined(predicted(100, 101, 99)), costs.combined(predicted(100, 130, 80))
+    assert steady.examples_per_second == pytest.approx(100, rel=1e-3) and 1.03 < steady.within < 1.08
+    assert noisy.within > 2
+    assert costs.combined(predicted(100))[0].within == float("inf")
+
+
+def test_a_prediction_that_the_measurements_do_not_decide_is_not_recommended():
+    def predicted(*times):
+        return [[costs.Prediction("multiworker", 2, 100 * n), costs.Prediction("single", 1, 100)] for n in times]
+
+    decided, undecided = predicted(1.5, 1.52, 1.49), predicted(1.1, 1.6, 0.8)
+    assert "Use `multiworker on 2`, 1.50 (1.4" in advise._recommendation(costs.combined(decided), decided)
+    assert "too much to recommend it" in advise._recommendation(costs.combined(undecided), undecided)
+
+
 WORK = ["--model", "mlp", "--dataset", "digits"]
 
 

@@ -16,7 +16,7 @@ import pytest
 from tests import chromium
 from tests.test_study import made
 from tfdist.errors import UsageError
-from tfdist.study import charts, measure, page, results, runs, summary
+from tfdist.study import charts, machine_readable, measure, page, results, runs, summary
 
 EVIL = "<img src=x onerror=alert(1)>|`</script><script>alert(2)</script>`:f"
 
@@ -80,6 +80,36 @@ def test_the_page_has_everything_within_and_lets_nothing_else_in(several):
     assert "default-src 'none'" in html and len(html) < 2e6
 
 
+def test_the_page_the_text_and_the_json_say_what_makes_the_figures_doubtful(tmp_path):
+    studied(tmp_path)
+    named(tmp_path, cores=2, load_before=9.0, cores_of_others=1.5, loop_seconds=[0.001, 0.0015])
+    found = comparisons(tmp_path)
+    sentences = (
+        "Epochs of `mirrored on 2`, `custom on 4` are shorter than 0.5 s",
+        "Before 18 of 18 runs, the load of other programs was above the 2 cores: at most 9.0 threads that could run.",
+        "During 18 of 18 runs, other programs used more than 10% of the 2 cores: at most 1.5 cores.",
+        "up to 50% slower at some times than at others: its clock is throttled, or other programs share its cores.",
+        "are too few to decide whether",
+    )
+    (case,) = json.loads(machine_readable.text(found))["cases"]
+    html, markdown = page.html(found), summary.markdown(found)
+    assert "What makes these figures doubtful" in html
+    for sentence in sentences:
+        assert any(sentence in doubt for doubt in case["doubts"]), (sentence, case["doubts"])
+        code = re.sub("`([^`]*)`", r"<code>\1</code>", sentence)
+        assert code in html and sentence[1:] in markdown
+
+
+def test_the_json_has_what_the_page_says(tmp_path):
+    studied(tmp_path)
+    (found,) = comparisons(tmp_path)
+    (case,) = json.loads(machine_readable.text([found]))["cases"]
+    rows = {row["name"]: row for row in case["rows"]}
+    assert case["fastest"] == "mirrored on 2" and case["faster"][0] == "mirrored on 2" and case["base"] == "single"
+    assert rows["single"]["times_as_fast"] is None and rows["custom on 2"]["times_as_fast"]["is_difference"]
+    assert rows["multiworker on 2"]["failed"] == 1 and rows["single"]["epoch_seconds"] == pytest.approx(1.01)
+
+
 def test_the_first_screen_has_the_answer_then_come_tables_pictures_and_errors(several):
     html = several.read_text()
     assert (
@@ -89,7 +119,7 @@ def test_the_first_screen_has_the_answer_then_come_tables_pictures_and_errors(se
     for heading in ("Speed", "Validation accuracy by time", "Training loss by epoch", "Scaling", "Seconds of a run"):
         assert html.count(f"<h3>{heading}</h3>") == 3, heading
     assert html.count("<summary>multiworker on 2, round 1</summary>") == 3
-    assert html.count("≠ yes") == 0 and html.count("<td>≠ no</td>") == 3
+    assert html.count("≠ yes") == 0 and html.count(">≠ no</td>") == 3
 
 
 def test_a_single_case_is_drawn_without_an_overview(tmp_path):
@@ -172,6 +202,39 @@ def test_the_page_is_as_wide_as_the_window_on_a_phone_too(opened, width):
     assert tab.run(
         "[...document.querySelectorAll('.picture svg')].every(one => one.getBoundingClientRect().width > 250)"
     )
+
+
+# The labels of each picture, without the outlines under them, that overlap or leave the window.
+COLLIDING = """[...document.querySelectorAll('.picture svg')].flatMap(svg => {
+  const labels = [...svg.querySelectorAll('text')].filter(label => label.textContent && !label.getAttribute('stroke'));
+  const boxes = labels.map(label => [label.textContent, label.getBoundingClientRect()]);
+  const meet = (a, b) => Math.min(a.right, b.right) - Math.max(a.left, b.left) > 1
+    && Math.min(a.bottom, b.bottom) - Math.max(a.top, b.top) > 4;
+  const pairs = boxes.flatMap(([first, a], i) => boxes.slice(i + 1)
+    .filter(([, b]) => meet(a, b)).map(([second]) => `${first} / ${second}`));
+  return pairs.concat(boxes.filter(([, a]) => a.left < 0 || a.right > innerWidth).map(([cut]) => `cut: ${cut}`));
+})"""
+
+
+@chromium.needed
+@pytest.mark.parametrize("width", [390, 768, 1280])
+def test_no_label_of_a_picture_meets_another_and_no_column_of_a_table_is_cut(opened, width):
+    tab = opened(width=width)
+    assert tab.run(COLLIDING) == []
+    cut = "[...document.querySelectorAll('.table')].filter(one => one.scrollWidth > one.clientWidth).length"
+    assert tab.run(cut) == 0
+    heading = "getComputedStyle(document.querySelector('td'), '::before').content"
+    assert (tab.run(heading) == '"times as fast"') == (width < 900)  # which is in the first row of a wide table
+
+
+@chromium.needed
+def test_the_axis_of_epochs_has_whole_numbers(opened):
+    ticks = (
+        "[...document.querySelectorAll('figure')].filter(one => one.querySelector('h3')?.innerText.endsWith('epoch'))"
+    )
+    labels = "one.querySelectorAll('.role-axis-label')[0].querySelectorAll('text')"
+    found = opened(width=390).run(f"{ticks}.map(one => [...{labels}].map(label => label.textContent))")
+    assert found and all(label.isdecimal() for labels in found for label in labels), found
 
 
 @chromium.needed

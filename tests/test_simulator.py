@@ -16,7 +16,7 @@ from tfdist.data.input import adapters
 from tfdist.errors import UsageError
 from tfdist.relaxed.centre_rules import MOMENTUM, Eamsgd, Easgd, run_one_worker
 from tfdist.simulator import __main__ as simulator
-from tfdist.simulator import algorithms, clock, matrix, simulation
+from tfdist.simulator import algorithms, clock, lines, matrix, simulation
 from tfdist.simulator.replicas import Replicas
 from tfdist.simulator.simulation import NAMES, Settings
 
@@ -65,7 +65,7 @@ def by_keras(epochs=2, optimizer=None):
 
 
 def test_the_synopsis_runs():
-    assert doctest.testmod(clock).failed == 0
+    assert doctest.testmod(clock).failed == doctest.testmod(lines).failed == 0
 
 
 def test_the_command_knows_the_algorithms():

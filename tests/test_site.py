@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from tests import chromium
+
 ROOT = Path(__file__).parent.parent
 # What a browser loads by itself: not the links that a reader follows.
 LOADED = re.compile(r"<(?:link|script|img|iframe|source)\b[^>]*\b(?:href|src)=\"?((?:https?:)?//[^\" >]*)")
@@ -70,6 +72,15 @@ def test_a_page_loads_nothing_from_a_host(site):
     loaded = {found for page in pages for found in LOADED.findall(page.read_text())}
     loaded |= {found for style in styles for found in re.findall(r"url\([\"']?(https?:[^)]*)", style.read_text())}
     assert loaded == set()
+
+
+@chromium.needed
+def test_the_search_works_on_a_page_that_is_opened_as_a_file(site, tmp_path):
+    with chromium.browser(tmp_path) as tab:
+        tab.open((site / "index.html").as_uri() + "?q=heartbeat")
+        first = tab.wait("document.querySelector('.md-search-result__link')?.href")
+        assert first.startswith(site.as_uri()) and tab.complaints == []
+        assert all(url.startswith(("file:", "blob:")) for url in tab.requested)
 
 
 @pytest.mark.thorough

@@ -8,6 +8,7 @@ Without `--link`, the workers are processes that share this machine; with it, ea
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import re
 import tempfile
@@ -22,7 +23,7 @@ from tfdist.advisor import costs, measured
 from tfdist.advisor.costs import Compute, Link, Prediction, link_of
 from tfdist.data.tools import for_model
 from tfdist.errors import UsageError
-from tfdist.study import measure, plan, runs
+from tfdist.study import measure, plan, ratios, runs
 
 FORMATS = (".svg", ".png", ".html")
 # Okabe and Ito's colours, which are distinct for all kinds of colour vision.
@@ -80,6 +81,7 @@ def draw_predictions(predictions: Sequence[Prediction], path: Path) -> None:
 
 
 BYTES_OF_FLOAT32 = 4
+ROUNDS = 3  # of the measurement of steps, which vary with other work on the machine
 MEASURED_LINKS = ("multiworker", "horovod", "mpi_split")
 # Strategies that are predicted from the latency and bandwidth of `--link`.
 WITH_LINK = (*MEASURED_LINKS, "parameter_server")
@@ -126,11 +128,11 @@ def command(
     with tempfile.TemporaryDirectory(prefix="tfdist-advise-") as folder:
         terminal.say("Measuring how long steps are ...")
         work = work.with_steps_for(Path(folder))
-        facts = _measure(work, counts, described, Path(folder))
-        predictions = costs.predict(facts, counts)
+        rounds = [costs.predict(facts, counts) for facts in _measure(work, counts, described, Path(folder))]
+        predictions = costs.combined(rounds)
         with terminal.guarded_stdout(needed=True):
             click.echo(_table(predictions, counts))
-            click.echo(_recommendation(predictions))
+            click.echo(_recommendation(predictions, rounds))
             if picture is not None:
                 draw_predictions(predictions, picture)
                 click.echo(picture)
@@ -138,13 +140,15 @@ def command(
                 click.echo(_comparison(work, predictions, Path(folder)))
 
 
-def _measure(work: measured.Work, counts: Sequence[int], described: Link | None, folder: Path) -> costs.Facts:
-    """Measures what the predictions need; `described` is the link between machines, if the user described it."""
-    compute: dict[int, Compute] = {}
-    for count in [1] if described else sorted({1, *counts}):
-        processes = "one process" if count == 1 else f"{count} simultaneous processes"
-        terminal.say(f"Measuring steps of {processes} ...")
-        compute[count], record = measured.compute(work, count, folder)
+def _measure(work: measured.Work, counts: Sequence[int], described: Link | None, folder: Path) -> list[costs.Facts]:
+    """Measures what the predictions need, in rounds; `described` is the link between machines, if it was described."""
+    rounds: list[dict[int, Compute]] = []
+    for number in range(ROUNDS):
+        rounds.append({})
+        for count in [1] if described else sorted({1, *counts}):
+            processes = "one process" if count == 1 else f"{count} simultaneous processes"
+            terminal.say(f"Measuring steps of {processes}, {number + 1} of {ROUNDS} ...")
+            rounds[-1][count], record = measured.compute(work, count, folder / f"round-{number}")
     if described:
         links = dict.fromkeys(WITH_LINK, described)
     else:
@@ -158,35 +162,56 @@ def _measure(work: measured.Work, counts: Sequence[int], described: Link | None,
         exchange_seconds = 0.0 if described else links["mpi_split"].all_reduce_seconds(bytes_, 2)
         averaging_seconds = measured.averaging_seconds(work, folder / "averaging") or 0.0
         copy_seconds = max(0.0, averaging_seconds - exchange_seconds)
-    return costs.Facts(work.batch_size, steps, bytes_, compute, links, described is not None, copy_seconds)
+    facts = costs.Facts(work.batch_size, steps, bytes_, {}, links, described is not None, copy_seconds)
+    return [dataclasses.replace(facts, compute=compute) for compute in rounds]
 
 
 def _table(predictions: Sequence[Prediction], counts: Sequence[int]) -> str:
-    """A table of examples per second, with a row per strategy and a column per number of workers."""
+    """A table of examples per second, with a row per strategy and a column per number of workers.
+
+    The last column has the factor by which runs differ at most from the predictions, as far as the measurements vary.
+    """
     rates = {
         (prediction.strategy, prediction.workers): f"{prediction.examples_per_second:,.0f}"
         for prediction in predictions
     }
     columns = sorted({1, *counts})
-    rows = [["examples/s on", *map(str, columns)]]
+    rows = [["examples/s on", *map(str, columns), "95 % within"]]
     for name in dict.fromkeys(prediction.strategy for prediction in predictions):
-        rows.append([name, *(rates.get((name, count), "") for count in columns)])
+        within = max(prediction.within for prediction in predictions if prediction.strategy == name)
+        rows.append([name, *(rates.get((name, count), "") for count in columns), f"factor {within:.2f}"])
     width = max(len(row[0]) for row in rows)
-    return "\n".join(row[0].ljust(width) + "".join(f"{cell:>12}" for cell in row[1:]) for row in rows)
+    widths = [*([12] * len(columns)), 16]
+    return "\n".join(row[0].ljust(width) + "".join(map(str.rjust, row[1:], widths)) for row in rows)
 
 
-def _recommendation(predictions: Sequence[Prediction]) -> str:
+def _recommendation(predictions: Sequence[Prediction], rounds: Sequence[Sequence[Prediction]]) -> str:
     """Recommends the fastest synchronous strategy, and names an asynchronous strategy that would be faster."""
-    single = next(prediction for prediction in predictions if prediction.strategy == "single").examples_per_second
+    single = next(prediction for prediction in predictions if prediction.strategy == "single")
     exact = next(prediction for prediction in predictions if not strategies.traits(prediction.strategy).asynchronous)
+    ratio = ratios.of_rounds(_seconds(single, rounds), _seconds(exact, rounds))
     if exact.strategy == "single":
         text = "Use `single`: more workers cost more in communication than they save."
+    elif ratio is None or not ratio.is_difference:
+        times = f"{exact.examples_per_second / single.examples_per_second:.2f}"
+        text = f"`{exact.name}` is predicted {times} times as fast as `single`, but the measurements vary too much to "
+        text += "recommend it: measure again on a quieter machine."
     else:
-        text = f"Use `{exact.name}`, {exact.examples_per_second / single:.2f} times as fast as `single`."
+        text = f"Use `{exact.name}`, {ratio.text} times as fast as `single`."
     if predictions[0] is not exact:
-        ratio = predictions[0].examples_per_second / exact.examples_per_second
-        text += f" `{predictions[0].name}` would be {ratio:.2f} times as fast as that, but computes something else."
+        times = f"{predictions[0].examples_per_second / exact.examples_per_second:.2f}"
+        text += f" `{predictions[0].name}` would be {times} times as fast as that, but computes something else."
     return f"\n{text}"
+
+
+def _seconds(wanted: Prediction, rounds: Sequence[Sequence[Prediction]]) -> dict[object, float]:
+    """The predicted seconds per example, by the round of measurements."""
+    return {
+        number: 1 / prediction.examples_per_second
+        for number, predictions in enumerate(rounds)
+        for prediction in predictions
+        if prediction.name == wanted.name
+    }
 
 
 def _comparison(work: measured.Work, predictions: Sequence[Prediction], folder: Path) -> str:
@@ -202,17 +227,23 @@ def _comparison(work: measured.Work, predictions: Sequence[Prediction], folder: 
         *names, tuple(contestants), batch_sizes=(work.batch_size,), repeats=1, epochs=measured.EPOCHS, train=train
     )
     lines = ["", "Comparison with runs that were not used for the predictions:"]
-    predicted = {prediction.name: prediction.examples_per_second for prediction in predictions}
-    for turn in measure.turns(study, folder / "check"):
-        result = measure.run(turn, study, "check", measured.MAX_RUN_SECONDS)
+    by_name = {prediction.name: prediction for prediction in predictions}
+    begun = measure.begin(study, folder / "check", resume=False)
+    for turn in measure.turns(study, begun, folder / "check"):
+        result = measure.run(turn, study, begun, measured.MAX_RUN_SECONDS)
         (run,) = runs.load([turn.folder])
         seconds = run.epoch_seconds
         if result.exit_code or seconds is None:
             lines.append(f"  {turn.cell.name}: the run failed: {run.cause}")
             continue
         rate = limit / seconds
-        error = predicted[turn.cell.name] / rate - 1
-        lines.append(f"  {turn.cell.name}: {rate:,.0f} examples/s measured, the prediction is {error:+.0%} off")
+        prediction = by_name[turn.cell.name]
+        ratio = prediction.examples_per_second / rate
+        place = "inside" if max(ratio, 1 / ratio) <= prediction.within else "outside"
+        lines.append(
+            f"  {turn.cell.name}: {rate:,.0f} examples/s measured, the prediction is {ratio - 1:+.0%} off, {place} its "
+            "interval"
+        )
     return "\n".join(lines)
 
 

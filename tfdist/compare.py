@@ -22,7 +22,7 @@ from rich.text import Text
 from tfdist import data, extras, models, registry, report, strategies, terminal, train
 from tfdist.command_line import mistakes
 from tfdist.errors import UsageError
-from tfdist.study import measure, plan
+from tfdist.study import measure, plan, stages
 from tfdist.study.measure import Measured, Turn
 
 SECONDS_PER_RUN = 3600.0  # default time limit
@@ -49,7 +49,7 @@ def _numbers(text: str | None, option: str) -> tuple[int, ...] | None:
 @_what("--batch-size", metavar="N,...", help="examples per global batch [32]")
 @_what("--input", metavar="NAMES", help="real, cached, synthetic, separated by commas; shows the bottleneck")
 @_what("--matrix", type=click.Path(path_type=Path), metavar="FILE", help="a study as a TOML file; options override it")
-@_how("--repeats", type=int, metavar="N", help="runs per strategy and seed [5]")
+@_how("--repeats", type=int, metavar="N", help="runs per strategy and seed; by default 4 to 8, as needed")
 @_how("--seeds", type=int, metavar="N", help="number of seeds, from 0 [1]")
 @_how("--epochs", type=int, metavar="N", help="epochs per run; the first epoch is a warm-up [5]")
 @_how("--steps", type=int, metavar="N", help="steps per epoch, instead of the whole dataset")
@@ -131,30 +131,28 @@ def _check_names(study: plan.Plan) -> None:
 def run(study: plan.Plan, out: Path, resume: bool, run_seconds: float) -> bool:
     """Makes the runs of a study in `out`, and returns whether a run failed."""
     begun = measure.begin(study, out, resume)
-    turns = measure.turns(study, out)
-    remaining = [turn for turn in turns if not measure.is_done(turn)]
     results: list[measure.Measured] = []
-    with Display(Console(stderr=True), len(turns), len(turns) - len(remaining)) as display:
-        for index, turn in enumerate(remaining):
-            display.begin(turn, measure.expected_seconds(remaining[index:], results))
-            results.append(measure.run(turn, study, begun, run_seconds))
-            display.end(results[-1])
+    with Display(Console(stderr=True)) as display:
+        for turns in stages.of(study, begun, out):
+            remaining = [turn for turn in turns if not measure.is_done(turn)]
+            display.extend(len(turns), len(turns) - len(remaining))
+            for index, turn in enumerate(remaining):
+                display.begin(turn, measure.expected_seconds(remaining[index:], results))
+                results.append(measure.run(turn, study, begun, run_seconds))
+                display.end(results[-1])
     return any(result.exit_code for result in results)
 
 
 class Display:
     """The progress of a study: a line that changes on a terminal, with the expected time, and a line per finished run.
 
-    Args:
-        console: the console to print to.
-        runs: the number of all runs.
-        done: the number of runs that were made earlier.
+    The number of runs and the expected time are those until the next look at the results.
     """
 
-    def __init__(self, console: Console, runs: int, done: int):
+    def __init__(self, console: Console):
         self._console = console
-        self._runs = runs
-        self._done = done
+        self._runs = 0
+        self._done = 0
         self._turn: Turn | None = None
         self._remaining: float | None = None
         self._started = 0.0
@@ -168,6 +166,11 @@ class Display:
     def __exit__(self, *_: object) -> None:
         if self._console.is_terminal:
             self._live.stop()
+
+    def extend(self, runs: int, done: int) -> None:
+        """Adds the runs of a stage, of which `done` were made earlier."""
+        self._runs += runs
+        self._done += done
 
     def begin(self, turn: Turn, remaining_seconds: float | None) -> None:
         """Shows that a run begins; it and the later runs are expected to take `remaining_seconds`."""

@@ -10,7 +10,7 @@ Synopsis:
     Traceback (most recent call last):
     tfdist.errors.MissingPackageError: The picture needs the package `no_such_package`, which is not installed
     <BLANKLINE>
-    hint: run `pip install 'altair>=6' 'jinja2>=3.1' 'markupsafe>=3' 'vl-convert-python>=1.9'`
+    hint: run `pip install 'altair>=6' 'jinja2>=3.1' 'markupsafe>=3' 'scipy>=1.17' 'vl-convert-python>=1.9'`
 """
 
 from __future__ import annotations

@@ -3,8 +3,8 @@
     tfdist report studies/first studies/second --out both
     tfdist report studies/first --serve
 
-The report is a self-contained page, `report.html`, and `report.md` with the chart `report.svg`. With `--tensorboard`,
-TensorBoard events have the metrics by epoch, and a row per run in the HParams table.
+The report is a self-contained page, `report.html`, `report.md` with the chart `report.svg`, and `report.json`. With
+`--tensorboard`, TensorBoard events have the metrics by epoch, and a row per run in the HParams table.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import click
 
 from tfdist import extras, files, terminal
 from tfdist.errors import RunFolderError
-from tfdist.study import results, runs, summary, verdicts
+from tfdist.study import machine_readable, results, runs, summary, verdicts
 from tfdist.study.prices import NO_PRICES, Prices
 from tfdist.study.results import Comparison
 from tfdist.study.runs import Run
@@ -80,6 +80,7 @@ def show(folders: Sequence[Path], out: Path, prices: Prices, tensorboard: Path |
     comparisons = results.of_runs(runs.load(folders), prices)
     html, picture = page.html(comparisons), page.picture(comparisons)
     written = {"report.html": html, "report.md": summary.markdown(comparisons, "report.svg" if picture else "")}
+    written |= {"report.json": machine_readable.text(comparisons)}
     written |= {"report.svg": picture} if picture else {}
     if tensorboard is not None:
         write_events(comparisons, tensorboard)
@@ -93,7 +94,8 @@ def show(folders: Sequence[Path], out: Path, prices: Prices, tensorboard: Path |
         ) from error
     with terminal.guarded_stdout(needed=True):
         for comparison in comparisons:
-            click.echo("\n".join([summary.answer(comparison), *summary.notes(comparison)]))
+            lines = [summary.answer(comparison), *summary.notes(comparison), *summary.doubtful(comparison)]
+            click.echo("\n".join(lines))
         for line in summary.verdicts(verdicts.of(comparisons)):
             click.echo(line)
         click.echo(out / "report.html")

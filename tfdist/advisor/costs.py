@@ -29,10 +29,12 @@ from __future__ import annotations
 
 import math
 import re
+import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from tfdist.errors import UsageError
+from tfdist.study import ratios
 
 MICRO_BATCHES = 4  # per step of a predicted pipeline
 _BITS = {"": 1, "k": 1e3, "m": 1e6, "g": 1e9}
@@ -115,11 +117,14 @@ class Prediction:
         strategy: the name of the strategy.
         workers: the number of processes, or of pipeline stages.
         examples_per_second: training examples per second after the first epoch.
+        within: the factor by which a run's examples per second differ at most from the prediction, with a probability
+            of 95 %, as far as the measurements vary; infinite for a single measurement.
     """
 
     strategy: str
     workers: int
     examples_per_second: float
+    within: float = math.inf
 
     @property
     def name(self) -> str:
@@ -159,6 +164,24 @@ def predict(facts: Facts, worker_counts: Sequence[int]) -> list[Prediction]:
                 Prediction(strategy, workers, facts.batch_size / seconds)
                 for strategy, seconds in _step_seconds(facts, workers).items()
             ]
+    return sorted(predictions, key=lambda prediction: prediction.examples_per_second, reverse=True)
+
+
+def combined(rounds: Sequence[Sequence[Prediction]]) -> list[Prediction]:
+    """Returns the geometric mean of the predictions from each round of measurements, and how far a run may be from it.
+
+    Args:
+        rounds: the predictions from each round, for the same strategies and numbers of workers.
+    """
+    rates: dict[tuple[str, int], list[float]] = {}
+    for prediction in (prediction for predictions in rounds for prediction in predictions):
+        rates.setdefault((prediction.strategy, prediction.workers), []).append(prediction.examples_per_second)
+    predictions = []
+    for (strategy, workers), values in rates.items():
+        logarithms = tuple(map(math.log, values))
+        mean = math.exp(statistics.fmean(logarithms))
+        within = ratios.of_next(logarithms)[1] / mean if len(values) > 1 else math.inf
+        predictions.append(Prediction(strategy, workers, mean, within))
     return sorted(predictions, key=lambda prediction: prediction.examples_per_second, reverse=True)
 
 

@@ -32,8 +32,9 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
-from tfdist import extras, files, registry
+from tfdist import files, registry
 from tfdist.errors import UsageError
+from tfdist.simulator import lines
 
 PositiveInt = Annotated[int, Field(ge=1)]
 # `NAMES` of `tfdist.simulator.simulation`, which imports TensorFlow.
@@ -223,27 +224,15 @@ def _mean_accuracy(
 
 def draw(study: Study, results: Mapping[str, Mapping[str, Any]], path: Path) -> None:
     """Draws the mean accuracy over the number of workers, with a panel for each case."""
-    with extras.importing("report", "The picture"):
-        import altair
-
-    points = [
-        {"case": case.title, "algorithm": entry.label, "workers": count, "test accuracy": statistics.mean(values)}
+    panels = {
+        case.title: {
+            entry.label: {
+                count: statistics.mean(values)
+                for count in study.workers
+                if (values := _accuracies(study, results, case, entry, count))
+            }
+            for entry in study.algorithms
+        }
         for case in study.cases
-        for entry in study.algorithms
-        for count in study.workers
-        if (values := _accuracies(study, results, case, entry, count))
-    ]
-    labels = [entry.label for entry in study.algorithms]
-    chart = (
-        altair.Chart(altair.Data(values=points))
-        .mark_line(point=True)
-        .encode(
-            x=altair.X("workers:Q", axis=altair.Axis(values=study.workers)),
-            y=altair.Y("test accuracy:Q", scale=altair.Scale(zero=False)),
-            color=altair.Color("algorithm:N", sort=labels, scale=altair.Scale(scheme="tableau20")),
-            shape=altair.Shape("algorithm:N", sort=labels),
-            column=altair.Column("case:N", title=None),
-        )
-        .properties(width=320, height=320)
-    )
-    chart.save(str(path))
+    }
+    lines.panels(panels, x_title="workers", y_title="test accuracy").save(str(path))

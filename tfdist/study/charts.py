@@ -37,6 +37,7 @@ DARK = {
     **{"series-0": "#f0f0f0", "series-1": "#4aa3df", "series-2": "#f07d2a", "series-3": "#20c09a"},
     **{f"part-{index}": color for index, color in enumerate(("#f1f7fc", "#a9cfe6", "#6aa7d0", "#2a6ea6", "#174a80"))},
 }
+MOST_SHOWN = 2.0  # a wider interval, of few rounds, ends at the mean times or divided by this factor
 LABEL_PIXELS = 150  # longer names end in an ellipsis
 FONT = "system-ui, -apple-system, 'Segoe UI', Roboto, 'Helvetica Neue', Arial, 'DejaVu Sans', sans-serif"
 
@@ -67,6 +68,7 @@ def configuration(colors: Mapping[str, str]) -> dict[str, Any]:
         "axisX": {"grid": False},
         "legend": {"labelColor": muted, "titleColor": muted, "labelFontSize": 12, "symbolStrokeWidth": 0},
         "text": {"color": ink, "fill": ink, "fontSize": 13},
+        "style": {"outline": {"stroke": colors["paper"], "strokeWidth": 5, "strokeJoin": "round"}, "label": {}},
         "rule": {"color": muted},
         "bar": {"color": colors["part-1"], "stroke": colors["paper"], "strokeWidth": 1},
         "point": {"size": 70, "strokeWidth": 2},
@@ -122,9 +124,9 @@ def speed(comparison: Comparison, palette: Palette) -> alt.LayerChart | None:
     y = alt.Y("name:N", sort=[value["name"] for value in values], axis=None)
     text = alt.Chart().encode(y=y)
     layers = [
-        text.mark_text(align="left", dy=-11, limit=LABEL_PIXELS).encode(x=alt.value(0), text="name:N"),
-        text.mark_text(align="right", dy=-11).encode(x=_WIDTH, text="text:N"),
         *_intervals(y, palette, f"times as fast as {comparison.base.cell.name}", yOffset=7),
+        *_on_paper(text, x=alt.value(0), text="name:N", align="left", dy=-11, limit=LABEL_PIXELS),
+        *_on_paper(text, x=_WIDTH, text="text:N", align="right", dy=-11),
     ]
     return _layers(layers, values, alt.Step(46))
 
@@ -141,12 +143,17 @@ def overview(comparisons: Sequence[Comparison], palette: Palette) -> alt.LayerCh
     title = alt.Y("case:N", sort=cases, axis=None, scale=scale, bandPosition=0)
     by_case = alt.Chart().transform_aggregate(groupby=["case"])
     layers = [
-        by_case.mark_text(align="left", dy=-8, limit=2 * LABEL_PIXELS).encode(y=title, x=alt.value(0), text="case:N"),
         *_intervals(y, palette, "times as fast"),
+        *_on_paper(by_case.encode(y=title), x=alt.value(0), text="case:N", align="left", dy=-8, limit=2 * LABEL_PIXELS),
     ]
-    for layer in layers[2:]:  # not the line at 1
+    for layer in layers[1:3]:  # the intervals and their means
         layer.encoding.yOffset = alt.YOffset("cell:N", sort=cells)
     return _layers(layers, values, len(cases) * (34 + 13 * len(cells)))
+
+
+def _on_paper(chart: alt.Chart, x: Any, text: str, **mark: Any) -> list[alt.Chart]:
+    """Draws texts on an outline in the colour of the paper, which interrupts the lines below them."""
+    return [chart.mark_text(style=style, **mark).encode(x=x, text=text) for style in ("outline", "label")]
 
 
 def _speeds(comparison: Comparison) -> Values:
@@ -157,14 +164,16 @@ def _speeds(comparison: Comparison) -> Values:
             continue
         value = _named(row) | {"times": 1.0, "low": 1.0, "high": 1.0, "text": "1 (base)"}
         if ratio is not None:
-            value |= {"times": ratio.median, "low": ratio.low or ratio.median, "high": ratio.high or ratio.median}
+            low, high = ratio.low or ratio.estimate, ratio.high or ratio.estimate
+            value |= {"times": ratio.estimate}
+            value |= {"low": max(low, ratio.estimate / MOST_SHOWN), "high": min(high, ratio.estimate * MOST_SHOWN)}
             value |= {"text": ratio.text}
         values.append(_rounded(value))
     return values
 
 
 def _intervals(y: alt.Y, palette: Palette, title: str, **place: Any) -> list[alt.Chart]:
-    """The line at 1, the intervals, and the medians, which are hollow for unequal work."""
+    """The line at 1, the intervals, and the means, which are hollow for unequal work."""
     axis = alt.Axis(title=f"{title} (logarithmic)", format="~g", tickCount=6)
     scale = alt.Scale(type="log", nice=False, padding=24)
     x = alt.X("times:Q", scale=scale, axis=axis)
@@ -212,8 +221,8 @@ def curve(values: Values, metric: str, by: str, data: str, target: float | None,
         palette: the palette of the report.
     """
     titles = {"epoch": "epoch", "seconds": "seconds from the first access to data"}
-    few_epochs = max((value["epoch"] for value in values), default=1) <= 10
-    axis = alt.Axis(title=titles[by], **({"tickMinStep": 1, "format": "d"} if by == "epoch" and few_epochs else {}))
+    whole_numbers = {"tickMinStep": 1, "format": "d"} if by == "epoch" else {}
+    axis = alt.Axis(title=titles[by], labelOverlap=True, **whole_numbers)
     x = alt.X(f"{by}:Q", axis=axis, scale=alt.Scale(zero=False, nice=False, padding=8))
     title = "validation accuracy" if metric == "accuracy" else "training loss"
     y_axis = {"title": title, "scale": alt.Scale(zero=False)}
@@ -343,7 +352,7 @@ def stacked(values: Values, order: list[str] | None, title: str, unit: str) -> a
 
     Args:
         values: results of `_named` with `part` and `value`.
-        order: the order of the parts, with a legend; `None` draws all parts in the same colour.
+        order: the order of the parts, for which the page has a legend; `None` draws all parts in the same colour.
         title: the title of the axis.
         unit: the unit of the values, for the tooltip.
     """
@@ -358,10 +367,15 @@ def stacked(values: Values, order: list[str] | None, title: str, unit: str) -> a
         tooltip=tooltip,
     )  # fmt: skip
     if order:
-        legend = alt.Legend(orient="top", title=None, columns=3, symbolType="square")
         scale = alt.Scale(domain=order)
-        bars = bars.encode(color=alt.Color("part:O", sort=order, scale=scale, legend=legend))
+        bars = bars.encode(color=alt.Color("part:O", sort=order, scale=scale, legend=None))
     return _layers([bars], values, alt.Step(30))
+
+
+def parts(spec: Mapping[str, Any]) -> list[str]:
+    """Returns the parts of stacked bars from their specification, in the order of their colours; else []."""
+    color = spec["layer"][0].get("encoding", {}).get("color", {})
+    return list(color["scale"]["domain"]) if color.get("field") == "part" else []
 
 
 def _layers(layers: list[alt.Chart], data: Values | alt.NamedData, height: Any) -> alt.LayerChart:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import random
 import resource
 import shutil
 import statistics
@@ -30,6 +31,7 @@ from pydantic import BaseModel, ConfigDict
 from tfdist import files, redaction
 from tfdist.doctor import child, readiness
 from tfdist.errors import UsageError
+from tfdist.study import conditions, looks
 from tfdist.study.plan import Case, Cell, Plan
 
 PROGRAM = "nvidia-smi"
@@ -96,6 +98,7 @@ def gpu_use(samples: Iterable[str]) -> GpuUse:
 
 
 MEASURED, PLAN, OUTPUT = "measured.json", "study.json", "output.txt"
+REPORT = "report.html"  # the results of a study, which are known once this file is there
 MOST_MEASURED_BYTES = 1 << 24  # of each of the first two files
 TRACED_STEPS = "2:12"
 TIMED_OUT = 124  # the exit code of timeout(1)
@@ -107,6 +110,7 @@ class Measured(BaseModel):
 
     Attributes:
         model, dataset, batch_size, input, strategy, workers, label: the cell.
+        position: the position of the cell in the plan.
         study: when the study was started, which distinguishes the rounds of several studies.
         round: the number of the round, from 0.
         seed: the seed of weights, order and random layers.
@@ -119,13 +123,18 @@ class Measured(BaseModel):
         gpu_memory_bytes: the peak memory in use on a single GPU, by all processes; `None` without a GPU.
         exit_code: the exit code of the command; minus the signal's number if a signal ended it; `TIMED_OUT` if it took
             too long.
+        cores: the number of cores on which the run could compute.
+        load_before: the mean number of runnable threads of other programs just before the run.
+        cores_of_others: the mean number of cores that other programs used during the run.
+        loop_seconds: the processor time of a fixed loop, before and after the run.
+        looks: when the study looks at its results, see `tfdist.study.looks`; () in a study of an earlier version.
         error: for a failed run, why its strategy cannot run here, if `tfdist doctor` knows, and the end of its output;
             otherwise "".
     """
 
     model_config = ConfigDict(extra="forbid")
 
-    schema_version: int = 1
+    schema_version: int = 2
     model: str
     dataset: str
     batch_size: int
@@ -133,6 +142,7 @@ class Measured(BaseModel):
     strategy: str
     workers: int
     label: str
+    position: int = 0
     study: str
     round: int
     seed: int
@@ -143,6 +153,11 @@ class Measured(BaseModel):
     cpu_seconds: float
     gpus_busy: float | None = None
     gpu_memory_bytes: int | None = None
+    cores: int | None = None
+    load_before: float | None = None
+    cores_of_others: float | None = None
+    loop_seconds: tuple[float, ...] = ()
+    looks: tuple[tuple[int, float], ...] = ()
     exit_code: int
     error: str = ""
 
@@ -169,20 +184,36 @@ class Turn:
         return f"{kind}: {self.cell.name}, {self.cell.case.title}"
 
 
-def turns(plan: Plan, out: Path) -> list[Turn]:
-    """Returns all runs of a study by round; each round starts with a different cell, so that none is always first."""
-    cells = plan.cells()
+@dataclass(frozen=True)
+class Study:
+    """A study that has begun: when it was started, and when it looks at its results, see `tfdist.study.looks`."""
+
+    started: str
+    looks: looks.Looks
+
+
+def turns(plan: Plan, study: Study, out: Path) -> list[Turn]:
+    """Returns the timed runs of a study by round.
+
+    The order within each round is drawn, differently for each study: whatever a machine does at certain times, such as
+    a drift within the rounds or a periodic job, then adds to the noise, and favours no cell.
+    """
     timed = []
-    for number, seed in plan.rounds:
-        first = number % len(cells)
-        for cell in [*cells[first:], *cells[:first]]:
-            timed.append(Turn(cell, number, seed, out / "runs" / cell.folder / f"round-{number}"))
-    traced = (Turn(cell, 0, 0, out / "runs" / cell.folder / "traced", traced=True) for cell in plan.traced())
-    return [*timed, *traced]
+    for number in range(study.looks[-1][0]):
+        cells = plan.cells()
+        random.Random(f"{study.started} {number}").shuffle(cells)
+        for cell in cells:
+            timed.append(Turn(cell, number, number % plan.seeds, out / "runs" / cell.folder / f"round-{number}"))
+    return timed
 
 
-def begin(plan: Plan, out: Path, resume: bool) -> str:
-    """Creates the folder of a study, or resumes the study in it; returns when the study was started.
+def traced_turns(plan: Plan, out: Path) -> list[Turn]:
+    """Returns the traced runs of a study."""
+    return [Turn(cell, 0, 0, out / "runs" / cell.folder / "traced", traced=True) for cell in plan.traced()]
+
+
+def begin(plan: Plan, out: Path, resume: bool) -> Study:
+    """Creates the folder of a study, or resumes the study in it.
 
     Raises:
         UsageError: the folder has a study and `resume` is not set, or the reverse; it has a different study; or it
@@ -193,33 +224,43 @@ def begin(plan: Plan, out: Path, resume: bool) -> str:
     if path.exists():
         if not resume:
             raise UsageError(f"`{out}` has a study already", "continue it with `--resume`, or name another `--out`")
-        existing = _existing(path)
+        study, existing = _existing(path)
         # `repeats` may grow: the new rounds follow the existing ones.
-        differing = [
-            name for name, value in wanted.items() if name != "repeats" and existing["plan"].get(name) != value
-        ]
+        differing = [name for name, value in wanted.items() if name != "repeats" and existing.get(name) != value]
         if differing:
             names = ", ".join(f"`{name}`" for name in differing)
             raise UsageError(f"The study in `{out}` was started with different {names}", "name another `--out`")
-        return str(existing["study"])
+        if plan.repeats is not None and plan.repeats != existing.get("repeats"):
+            wanted_looks = looks.planned(plan.repeats, plan.seeds)
+            is_known = (out / REPORT).exists()
+            study = Study(study.started, looks.extended(study.looks, wanted_looks) if is_known else wanted_looks)
+            _write(path, study, wanted)
+        return study
     if resume:
         raise UsageError(
             f"`--resume` is set, and `{out}` has no study", "correct `--out`; to start a study, leave `--resume` out"
         )
+    started = datetime.now(UTC).isoformat(timespec="milliseconds")
+    study = Study(started, looks.planned(plan.repeats, plan.seeds))
     try:
         out.mkdir(parents=True, exist_ok=True)
-        study = datetime.now(UTC).isoformat(timespec="milliseconds")
-        files.write_text(path, json.dumps({"study": study, "plan": wanted}, indent=2) + "\n")
+        _write(path, study, wanted)
     except OSError as error:
         raise UsageError(f"The study cannot be written to `{out}`: {error.strerror}", "name another `--out`") from error
     return study
 
 
-def _existing(path: Path) -> dict[str, Any]:
-    """The plan of a study that is resumed."""
+def _write(path: Path, study: Study, plan: dict[str, Any]) -> None:
+    content = {"study": study.started, "plan": plan, "looks": study.looks}
+    files.write_text(path, json.dumps(content, indent=2) + "\n")
+
+
+def _existing(path: Path) -> tuple[Study, dict[str, Any]]:
+    """The study that is resumed, and its plan."""
     try:
         existing = json.loads(files.read_text(path, MOST_MEASURED_BYTES))
-        return {"study": existing["study"], "plan": dict(existing["plan"])}
+        study = Study(str(existing["study"]), tuple((int(n), float(part)) for n, part in existing["looks"]))
+        return study, dict(existing["plan"])
     except (OSError, ValueError, KeyError, TypeError) as error:
         reason = getattr(error, "strerror", None) or error
         raise UsageError(f"The plan `{path}` of the study cannot be read: {reason}", "name another `--out`") from error
@@ -232,13 +273,13 @@ def is_done(turn: Turn) -> bool:
     return False
 
 
-def run(turn: Turn, plan: Plan, study: str, limit_seconds: float) -> Measured:
+def run(turn: Turn, plan: Plan, study: Study, limit_seconds: float) -> Measured:
     """Makes a run in separate processes, and writes what was measured to its folder.
 
     Args:
         turn: the run.
         plan: the plan of the study.
-        study: when the study was started.
+        study: the study.
         limit_seconds: the time after which the run is ended, and counts as failed.
     """
     shutil.rmtree(turn.folder, ignore_errors=True)
@@ -246,22 +287,26 @@ def run(turn: Turn, plan: Plan, study: str, limit_seconds: float) -> Measured:
     options = [*turn.cell.options(plan.epochs, turn.seed), "--quiet", "--run-dir", str(turn.folder)]
     if turn.traced:
         options += ["--profile", TRACED_STEPS]
-    started, start = datetime.now(UTC), time.perf_counter()
-    cpu_seconds = _cpu_seconds_of_children()
-    with gpu_monitor() as gpus:
+    with conditions.watched() as watched, gpu_monitor() as gpus:
+        started, start = datetime.now(UTC), time.perf_counter()
+        cpu_seconds = _cpu_seconds_of_children()
         code = child.wait(start_training(options, turn.folder), limit_seconds)
+        wall_seconds = time.perf_counter() - start
     measured = Measured(
         **asdict(turn.cell.case),
         strategy=turn.cell.strategy,
         workers=turn.cell.workers,
         label=turn.cell.label,
-        study=study,
+        **asdict(watched),
+        position=plan.cells().index(turn.cell),
+        study=study.started,
+        looks=tuple(study.looks),
         round=turn.round,
         seed=turn.seed,
         traced=turn.traced,
         command=redaction.hide_in_command(["tfdist", "train", *options]),
         started=started.isoformat(),
-        wall_seconds=time.perf_counter() - start,
+        wall_seconds=wall_seconds,
         cpu_seconds=_cpu_seconds_of_children() - cpu_seconds,
         gpus_busy=gpus.busy,
         gpu_memory_bytes=gpus.memory_bytes,

@@ -30,7 +30,7 @@ import vl_convert
 from markupsafe import Markup, escape
 
 from tfdist.errors import UsageError
-from tfdist.study import charts, summary, verdicts
+from tfdist.study import charts, doubts, summary, verdicts
 from tfdist.study.charts import Palette
 from tfdist.study.results import Comparison
 
@@ -42,12 +42,13 @@ PICTURE_WIDTH = 720  # pixels, for the picture of the Markdown report
 
 @dataclass(frozen=True)
 class Figure:
-    """A picture of the page: the ID of its element, title, caption, and Vega-Lite specification."""
+    """A picture of the page: the ID of its element, title, caption, Vega-Lite specification, and the parts of bars."""
 
     id: str
     title: str
     caption: str
     spec: dict[str, Any]
+    parts: list[str] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -67,8 +68,9 @@ class Section:
     id: str
     title: str
     answer: str
-    figures: summary.Table
+    figures: dict[str, summary.Table]
     notes: list[str]
+    doubts: list[str]
     checks: summary.Table
     errors: dict[str, str]
     commands: dict[str, str]
@@ -179,8 +181,10 @@ def address(server: ThreadingHTTPServer) -> str:
 
 def _first(comparisons: Sequence[Comparison], palette: Palette) -> Figure | None:
     """The picture of the result."""
-    caption = "Ratio of the training times per epoch within a round: the median and its 95 % bootstrap interval. "
-    caption += "Further right is faster; an interval that crosses the line at 1 shows no difference."
+    caption = (
+        "Ratio of the training times per epoch within a round: the geometric mean and its interval (Student's t). "
+    )
+    caption += "In at most 5 % of studies does any interval of a table miss the line at 1 without a difference."
     chart = charts.overview(comparisons, palette) if comparisons[1:] else charts.speed(comparisons[0], palette)
     return None if chart is None else Figure("answer", "", caption, _spec(chart))
 
@@ -198,8 +202,9 @@ def _section(name: str, comparison: Comparison, palette: Palette, cases: int) ->
         id=name,
         title=comparison.case.title,
         answer=summary.answer(comparison),
-        figures=summary.figures(comparison),
+        figures=summary.figures_by_group(comparison),
         notes=summary.notes(comparison),
+        doubts=doubts.of(comparison),
         checks=summary.checks(comparison),
         errors={
             f"{row.cell.name}, round {run.round + 1}": run.error
@@ -233,7 +238,7 @@ def _pictures(name: str, comparison: Comparison, palette: Palette, cases: int) -
         ("Cost", "", charts.price(comparison)),
     ]
     return [
-        Figure(f"{name}-picture-{index}", title, caption, _spec(chart))
+        Figure(f"{name}-picture-{index}", title, caption, (spec := _spec(chart)), charts.parts(spec))
         for index, (title, caption, chart) in enumerate(pictures)
         if chart is not None
     ]

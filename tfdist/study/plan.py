@@ -16,7 +16,7 @@ import re
 import tomllib
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -71,6 +71,11 @@ class Case:
     dataset: str
     batch_size: int
     input: str = REAL
+
+    @property
+    def with_real_input(self) -> Case:
+        """The same training with real input."""
+        return replace(self, input=REAL)
 
     @property
     def title(self) -> str:
@@ -132,7 +137,8 @@ class Plan:
         batch_sizes: examples per global batch.
         inputs: inputs of training steps, from `tfdist.run.config.INPUTS`. With "real" and "synthetic", the report says
             what bounds the training; for that, each cell with synthetic input has an extra run with a trace.
-        repeats: how many times each cell is measured with each seed.
+        repeats: how many times each cell is measured with each seed; `None` for a number that depends on the results,
+            see `tfdist.study.looks`.
         seeds: the number of seeds, which start from 0.
         epochs: epochs per run; the first warms up.
         steps: steps per epoch; `None` for the whole dataset.
@@ -150,7 +156,7 @@ class Plan:
     workers: tuple[int, ...] = (1,)
     batch_sizes: tuple[int, ...] = (32,)
     inputs: tuple[str, ...] = (REAL,)
-    repeats: int = 5
+    repeats: int | None = None
     seeds: int = 1
     epochs: int = 5
     steps: int | None = None
@@ -162,9 +168,9 @@ class Plan:
         for name in ("models", "datasets", "contestants", "workers", "batch_sizes", "inputs"):
             if not getattr(self, name):
                 raise UsageError(f"The study has no `{name}`", "name at least one")
-        counts: dict[str, tuple[int, ...]] = {name: (getattr(self, name),) for name in ("repeats", "seeds", "epochs")}
-        counts |= {"workers": self.workers, "batch_sizes": self.batch_sizes}
-        counts |= {"steps": () if self.steps is None else (self.steps,)}
+        counts: dict[str, tuple[int, ...]] = {"workers": self.workers, "batch_sizes": self.batch_sizes}
+        for name in ("repeats", "seeds", "epochs", "steps"):
+            counts[name] = () if getattr(self, name) is None else (getattr(self, name),)
         for name, values in counts.items():
             for value in values:
                 if not isinstance(value, int) or value < 1:
@@ -183,11 +189,6 @@ class Plan:
                 "`steps` and `limit` are both set, and each determines the examples of an epoch",
                 "leave one of them out",
             )
-
-    @property
-    def rounds(self) -> list[tuple[int, int]]:
-        """The number and the seed of each round, which measures every cell once."""
-        return list(enumerate(seed for _ in range(self.repeats) for seed in range(self.seeds)))
 
     def cells(self) -> list[Cell]:
         """Returns all cells, grouped by case."""

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from tfdist.profiling import breakdown
-from tfdist.study import ratios, work
+from tfdist.study import looks, ratios, work
 from tfdist.study.plan import Case, Cell
 from tfdist.study.prices import NO_PRICES, Prices
 from tfdist.study.runs import Run, median
@@ -87,8 +87,11 @@ class Row:
     wall_seconds = MedianOf(lambda run: run.measured.wall_seconds if run.measured else None)
     cpu_seconds = MedianOf(lambda run: run.measured.cpu_seconds if run.measured else None)
     # Of the measuring machine: the mean number of busy GPUs, and the peak memory in use on a GPU, by all processes.
-    gpus_busy = MedianOf(lambda run: run.measured.gpus_busy if run.measured else None)
-    gpu_memory_in_use_bytes = MedianOf(lambda run: run.measured.gpu_memory_bytes if run.measured else None)
+    # Without a GPU that TensorFlow has seen, the driver's numbers are those of other programs.
+    gpus_busy = MedianOf(lambda run: run.measured.gpus_busy if run.measured and run.has_gpu else None)
+    gpu_memory_in_use_bytes = MedianOf(
+        lambda run: run.measured.gpu_memory_bytes if run.measured and run.has_gpu else None
+    )
     # The largest allocation on a GPU.
     peak_gpu_memory_bytes = MedianOf(lambda run: run.record.peak_gpu_memory_bytes if run.record else None)
     # After the last epoch: training loss, validation accuracy (0 to 1), and the mean staleness of parameter servers.
@@ -142,10 +145,17 @@ class Row:
 
 @dataclass(frozen=True)
 class Comparison:
-    """A case and the rows of its cells, in the order of the study."""
+    """A case and the rows of its cells, in the order of the study.
+
+    Attributes:
+        case: the case.
+        rows: the rows.
+        leads: how many times as fast as each other row without marks `leader` is, by cell, without the base.
+    """
 
     case: Case
     rows: list[Row]
+    leads: Mapping[Cell, ratios.Ratio] = field(default_factory=dict)
 
     @property
     def base(self) -> Row:
@@ -153,10 +163,41 @@ class Comparison:
         return next(row for row in self.rows if row.is_base)
 
     @property
+    def leader(self) -> Row | None:
+        """The row that may be the fastest: see `_leader`."""
+        return _leader(self.rows)
+
+    @property
+    def faster(self) -> list[Row]:
+        """The rows without marks that are faster than the base, from the fastest."""
+        return _faster(self.rows)
+
+    @property
     def fastest(self) -> Row | None:
-        """The row without marks that has the shortest epoch; `None` if no such row has an epoch."""
-        rows = [row for row in self.rows if row.epoch_seconds is not None and not row.marks]
-        return min(rows, key=lambda row: row.epoch_seconds or 0.0) if rows else None
+        """The row that is faster than the base and all other rows without marks; `None` if no row is known to be."""
+        is_known = all(lead.is_difference and lead.estimate > 1 for lead in self.leads.values())
+        return self.leader if is_known and self.faster else None
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether more rounds are not needed, see `tfdist.study.looks`."""
+        speeds = [row.speed for row in self.rows if row.speed is not None]
+        return all(ratio.is_settled for ratio in [*speeds, *self.leads.values()])
+
+
+def _faster(rows: Sequence[Row]) -> list[Row]:
+    named = [row for row in rows if not row.marks and row.speed is not None and row.speed.is_difference]
+    return sorted((row for row in named if _estimate(row) > 1), key=_estimate, reverse=True)
+
+
+def _estimate(row: Row) -> float:
+    return 1.0 if row.speed is None else row.speed.estimate
+
+
+def _leader(rows: Sequence[Row]) -> Row | None:
+    """The fastest of the rows that are faster than the base, or else of all rows without marks; `None` without any."""
+    unmarked = [row for row in rows if row.good and not row.marks and (row.is_base or row.speed is not None)]
+    return max(_faster(rows) or unmarked, key=_estimate, default=None)
 
 
 def of_runs(runs: Sequence[Run], prices: Prices = NO_PRICES) -> list[Comparison]:
@@ -172,10 +213,11 @@ def of_runs(runs: Sequence[Run], prices: Prices = NO_PRICES) -> list[Comparison]
         (traced if run.traced else by_cell).setdefault(run.cell, []).append(run)
     comparisons = []
     for case in dict.fromkeys(cell.case for cell in by_cell):
-        # `single` first, then the others by number of workers, in the order in which they were started.
+        # `single` first, then the others by number of workers, in the order of the plan.
         cells = [cell for cell in by_cell if cell.case == case]
-        cells.sort(key=lambda cell: (cell.strategy != "single", cell.workers))
-        comparisons.append(Comparison(case, _rows(cells, by_cell, traced, prices)))
+        cells.sort(key=lambda cell: (cell.strategy != "single", cell.workers, by_cell[cell][0].position))
+        rows = _rows(cells, by_cell, traced, prices)
+        comparisons.append(Comparison(case, rows, _leads(rows)))
     return comparisons
 
 
@@ -183,12 +225,14 @@ def _rows(
     cells: Sequence[Cell], by_cell: Mapping[Cell, list[Run]], traced: Mapping[Cell, list[Run]], prices: Prices
 ) -> list[Row]:
     base = next((cell for cell in cells if any(not run.error for run in by_cell[cell])), cells[0])
+    others = [cell for cell in cells if cell != base]
+    speed = dict(zip(others, speeds([(by_cell[base], by_cell[cell]) for cell in others]), strict=True))
     return [
         Row(
             cell=cell,
             runs=by_cell[cell],
             traced=traced.get(cell, []),
-            speed=None if cell == base else speed(by_cell[base], by_cell[cell]),
+            speed=speed.get(cell),
             is_base=cell == base,
             marks=work.marks(by_cell[cell], by_cell[base]),
             prices=prices,
@@ -199,9 +243,35 @@ def _rows(
     ]
 
 
-def speed(base: Sequence[Run], other: Sequence[Run]) -> ratios.Ratio | None:
-    """Returns how many times as fast as an epoch of `base` an epoch of `other` is, compared within rounds."""
-    return ratios.of_rounds(_seconds_by_round(base), _seconds_by_round(other))
+def _leads(rows: Sequence[Row]) -> dict[Cell, ratios.Ratio]:
+    """See `Comparison`."""
+    leader = _leader(rows)
+    if leader is None or leader.is_base:
+        return {}
+    others = [row for row in rows if not (row is leader or row.is_base or row.marks)]
+    leads = speeds([(row.runs, leader.runs) for row in others])
+    return {row.cell: lead for row, lead in zip(others, leads, strict=True) if lead is not None}
+
+
+def speeds(pairs: Sequence[tuple[Sequence[Run], Sequence[Run]]]) -> list[ratios.Ratio | None]:
+    """Returns how many times as fast as an epoch of the first runs of a pair an epoch of the second runs is.
+
+    Args:
+        pairs: the pairs of runs of a table; runs are compared within rounds.
+    """
+    samples = [ratios.logarithms(_seconds_by_round(base), _seconds_by_round(other)) for base, other in pairs]
+    return ratios.of_table(samples, _error([run for pair in pairs for runs in pair for run in runs]))
+
+
+def _error(runs: Sequence[Run]) -> float | None:
+    """The probability of error of a table at the look that its studies have reached; `None` if none is left."""
+    error = ratios.ERROR
+    for study in {run.study for run in runs}:
+        measured = [run.measured for run in runs if run.study == study and run.measured is not None]
+        if measured:
+            last = max(measured, key=lambda run: run.round)
+            error *= looks.share(last.looks, last.round + 1) or 0.0
+    return error or None
 
 
 def _seconds_by_round(runs: Sequence[Run]) -> dict[object, float]:

@@ -49,9 +49,19 @@ class Run:
         return self.measured is not None and self.measured.traced
 
     @property
+    def position(self) -> int:
+        """The position of its cell in the plan of the study."""
+        return 0 if self.measured is None else self.measured.position
+
+    @property
     def occasion(self) -> tuple[str, int, str]:
         """The study, the round and the kind of machine: only runs with the same occasion have comparable times."""
         return self.study, self.round, "" if self.record is None else self.record.machine.cpu
+
+    @property
+    def has_gpu(self) -> bool:
+        """Whether TensorFlow has seen a GPU."""
+        return self.record is not None and bool(self.record.machine.gpus)
 
     @property
     def error(self) -> str:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from tfdist import strategies
-from tfdist.study import work
+from tfdist.study import doubts, ratios, work
 from tfdist.study.plan import REAL
 from tfdist.study.results import Comparison, Row
 from tfdist.study.runs import Run
@@ -37,23 +37,30 @@ def marked_name(row: Row) -> str:
     return f"{MARK} {row.cell.name}" if row.marks else row.cell.name
 
 
-# The columns of the table: a heading, and the text for a row. Empty columns are left out.
-_COLUMNS: dict[str, Callable[[Row], str]] = {
-    "strategy": marked_name,
+Columns = dict[str, Callable[[Row], str]]  # the text for a row, by heading; empty columns are left out
+
+_SPEED: Columns = {
     "times as fast": lambda row: "1 (base)" if row.is_base else "" if row.speed is None else row.speed.text,
     "examples/s": lambda row: number(row.examples_per_second),
     "epoch, s": lambda row: seconds(row.epoch_seconds),
     "warm-up, s": lambda row: seconds(row.warm_up_seconds),
     "evaluation, s": lambda row: seconds(row.evaluation_seconds),
     "start-up, s": lambda row: seconds(row.startup_seconds),
+    "strong scaling": lambda row: percent(row.strong_efficiency),
+    "weak scaling": lambda row: percent(row.weak_efficiency),
+    "runs": lambda row: f"{len(row.good)} of {len(row.runs)}" if len(row.good) < len(row.runs) else f"{len(row.runs)}",
+}
+_LEARNING: Columns = {
+    "loss": lambda row: number(row.loss),
+    "validation accuracy": lambda row: "" if row.accuracy is None else f"{row.accuracy:.4f}",
+    "staleness": lambda row: number(row.staleness),
     "reached target": lambda row: row.reached,
     "s to target": lambda row: seconds(row.seconds_to_target),
     "training s to target": lambda row: seconds(row.training_seconds_to_target),
     "epochs to target": lambda row: number(row.epochs_to_target),
-    "loss": lambda row: number(row.loss),
-    "validation accuracy": lambda row: "" if row.accuracy is None else f"{row.accuracy:.4f}",
-    "strong scaling": lambda row: percent(row.strong_efficiency),
-    "weak scaling": lambda row: percent(row.weak_efficiency),
+    "price": lambda row: "" if row.price is None else f"{row.price:.4g}",
+}
+_RESOURCES: Columns = {
     "peak memory of a process, MiB": lambda row: mebibytes(max(row.peak_memory_bytes, default=None)),
     "GPU memory, MiB": lambda row: mebibytes(row.peak_gpu_memory_bytes),
     "GPU memory in use, MiB": lambda row: mebibytes(row.gpu_memory_in_use_bytes),
@@ -61,10 +68,9 @@ _COLUMNS: dict[str, Callable[[Row], str]] = {
     "CPU time, s": lambda row: seconds(row.cpu_seconds),
     "sent per step, KiB": lambda row: "" if (sent := row.network_bytes_per_step) is None else f"{sent / 2**10:,.0f}",
     "step: compute, communication, input, waiting": lambda row: " ".join(map(percent, row.breakdown.values())),
-    "staleness": lambda row: number(row.staleness),
-    "price": lambda row: "" if row.price is None else f"{row.price:.4g}",
-    "runs": lambda row: f"{len(row.good)} of {len(row.runs)}" if len(row.good) < len(row.runs) else f"{len(row.runs)}",
 }
+# Each group fits on a page as a table.
+_GROUPS = {"Speed": _SPEED, "Learning": _LEARNING, "Resources": _RESOURCES}
 
 
 def headline(comparisons: Sequence[Comparison]) -> str:
@@ -72,29 +78,47 @@ def headline(comparisons: Sequence[Comparison]) -> str:
     comparisons = [comparison for comparison in comparisons if comparison.case.input == REAL] or comparisons
     if len(comparisons) == 1:
         return answer(comparisons[0])
-    winners = [row for row in map(_winner, comparisons) if row is not None]
+    winners = [comparison.fastest for comparison in comparisons if comparison.fastest is not None]
     if not winners:
-        return f"In none of {len(comparisons)} cases is a strategy faster than its base of comparison."
+        return f"In none of {len(comparisons)} cases is a strategy known to be the fastest."
     wins = Counter(row.cell.name for row in winners).most_common()
     parts = [f"{_code(name)} is fastest in {count}" for name, count in wins]
     undecided = len(comparisons) - len(winners)
     if undecided:
-        parts.append(f"in {undecided} no strategy is")
+        parts.append(f"in {undecided} no strategy is known to be")
     return f"Of {len(comparisons)} cases, {', '.join(parts)}.{_caveat(winners)}"
 
 
 def answer(comparison: Comparison) -> str:
-    """Returns the result of a case in a sentence."""
-    fastest, base, title = comparison.fastest, comparison.base, comparison.case.title
-    if fastest is None:
+    """Returns the result of a case in a sentence; it names only what the intervals show."""
+    title, base = comparison.case.title, _code(comparison.base.cell.name)
+    if comparison.leader is None:
         return f"{title}: no conclusion, because no run did equal work and ended well."
-    if fastest.is_base:
-        return f"{title}: nothing is faster than {_code(base.cell.name)}."
-    speed = fastest.speed
-    if speed is None or not speed.is_difference:
-        return f"{title}: no strategy is faster than {_code(base.cell.name)} by more than runs vary among themselves."
-    text = f"{title}: {_code(fastest.cell.name)} is fastest, {speed.text} times as fast as {_code(base.cell.name)}."
-    return text + _caveat([fastest])
+    if not comparison.faster:
+        return f"{title}: {_none_faster(comparison, base)}."
+    first = comparison.faster[0]
+    times = f"{first.speed.text} times as fast as {base}" if first.speed is not None else ""
+    if comparison.fastest is not None:
+        return f"{title}: {_code(first.cell.name)} is fastest, {times}.{_caveat([first])}"
+    text = f"{title}: {_code(first.cell.name)} is {times}"
+    rivals = [row for row in comparison.rows if row.cell in comparison.leads]
+    open_ = [_code(row.cell.name) for row in rivals if not comparison.leads[row.cell].is_difference]
+    if open_:
+        text += f"; the runs do not show a difference between it and {' and '.join(open_)}"
+    return f"{text}.{_caveat([first])}"
+
+
+def _none_faster(comparison: Comparison, base: str) -> str:
+    if len(comparison.rows) == 1:
+        return f"there is nothing to compare with {base}"
+    speeds = [row.speed for row in comparison.rows if row.speed is not None and not row.marks]
+    if not speeds:
+        return f"no other strategy did equal work and ended well, to compare with {base}"
+    if all(speed.is_difference for speed in speeds):  # and slower
+        return f"nothing is faster than {base}"
+    if all(speed.is_settled for speed in speeds):
+        return f"nothing is faster than {base} by more than {ratios.RESOLUTION - 1:.0%}"
+    return f"no difference from {base} is certain enough to name a fastest strategy"
 
 
 def _caveat(rows: Iterable[Row]) -> str:
@@ -104,15 +128,21 @@ def _caveat(rows: Iterable[Row]) -> str:
     return f" By design, the steps of {names} differ from those of one device: compare losses too." if names else ""
 
 
-def _winner(comparison: Comparison) -> Row | None:
-    fastest = comparison.fastest
-    return fastest if fastest is not None and fastest.speed is not None and fastest.speed.is_difference else None
-
-
 def figures(comparison: Comparison) -> Table:
     """Returns the figures of a case."""
-    columns = {name: [text(row) for row in comparison.rows] for name, text in _COLUMNS.items()}
-    return _without_empty_columns(list(columns), list(zip(*columns.values(), strict=True)))
+    return _table(comparison, {name: text for columns in _GROUPS.values() for name, text in columns.items()})
+
+
+def figures_by_group(comparison: Comparison) -> dict[str, Table]:
+    """Returns the figures of a case as several tables, by their titles."""
+    tables = {title: _table(comparison, columns) for title, columns in _GROUPS.items()}
+    return {title: table for title, table in tables.items() if len(table.headings) > 1}
+
+
+def _table(comparison: Comparison, columns: Columns) -> Table:
+    columns = {"strategy": marked_name, **columns}
+    texts = {name: [text(row) for row in comparison.rows] for name, text in columns.items()}
+    return _without_empty_columns(list(texts), list(zip(*texts.values(), strict=True)))
 
 
 def bounds(verdicts: Sequence[Verdict]) -> Table:
@@ -177,6 +207,11 @@ def notes(comparison: Comparison) -> list[str]:
         if failed := failures(row):
             lines.append(f"{_code(row.cell.name)} failed in {len(failed)} of {len(row.runs)} runs: {failed[-1].cause}")
     return lines
+
+
+def doubtful(comparison: Comparison) -> list[str]:
+    """Returns a line about each reason to doubt the figures of a case."""
+    return [f"doubtful: {sentence[0].lower()}{sentence[1:]}" for sentence in doubts.of(comparison)]
 
 
 def failures(row: Row) -> list[Run]:
@@ -263,7 +298,7 @@ def markdown(comparisons: Sequence[Comparison], picture: str = "") -> str:
         parts += ["## What bounds the training", _markdown(bounds(of_cells)), "\n".join(lines)]
     for comparison in comparisons:
         parts += [f"## {_escaped(comparison.case.title)}", _escaped(answer(comparison)), table(comparison)]
-        lines = [f"- {_escaped(note)}" for note in notes(comparison)]
+        lines = [f"- {_escaped(note)}" for note in [*notes(comparison), *doubtful(comparison)]]
         parts += ["\n".join(lines)] if lines else []
         parts += ["### Equal work", _markdown(checks(comparison)), _conditions(comparison)]
     return "\n\n".join(parts) + "\n"

@@ -5,7 +5,8 @@
     synthetic    the same batch in memory     faster by the cost of all input
                  for every step
 
-The speed ratios come from epochs of the same round, with an interval; if the interval includes 1, input costs nothing.
+The speed ratios come from epochs of the same round, with an interval; if the interval includes 1, no cost of input was
+found.
 In the remaining time, a trace of steps with synthetic input separates compute from communication; the rest is waiting,
 that is, latency. The largest part bounds the training, as in `tfdist.profiling.breakdown`.
 
@@ -26,7 +27,7 @@ from dataclasses import dataclass, field, replace
 
 from tfdist.profiling import breakdown
 from tfdist.study import ratios, results, work
-from tfdist.study.plan import REAL, SYNTHETIC, Cell
+from tfdist.study.plan import REAL, SYNTHETIC, Case, Cell
 from tfdist.study.results import Comparison, Row
 
 CACHED = "cached"
@@ -58,6 +59,11 @@ class Verdict:
         return self.synthetic.low is not None and not self.unequal
 
     @property
+    def is_settled(self) -> bool:
+        """Whether more rounds are not needed, see `tfdist.study.looks`."""
+        return self.synthetic.is_settled and (self.cached is None or self.cached.is_settled)
+
+    @property
     def input_share(self) -> float:
         """The share of input in an epoch, 0 to 1."""
         return _saved_share(self.synthetic)
@@ -83,7 +89,7 @@ class Verdict:
         if self.unequal:
             return f"Nothing follows, because synthetic input changes the work: {'; '.join(self.unequal)}."
         if not self.is_known:
-            return "A single round does not show the cost of input. Measure more rounds with `--repeats`."
+            return f"The cost of input is unknown: {self.synthetic.reason}. Measure again, with more rounds."
         if self.bound:
             text = breakdown.advice(self.shares or {self.bound: self.input_share}).replace("\n", " ")
         else:
@@ -100,21 +106,29 @@ class Verdict:
 
 def of(comparisons: Sequence[Comparison]) -> list[Verdict]:
     """Returns a verdict for each cell that was measured with real and with synthetic input."""
-    by_cell: dict[Cell, dict[str, Row]] = {}
+    by_case: dict[Case, dict[Cell, dict[str, Row]]] = {}
     for row in (row for comparison in comparisons for row in comparison.rows):
-        cell = replace(row.cell, case=replace(row.cell.case, input=REAL))
-        by_cell.setdefault(cell, {})[row.cell.case.input] = row
-    verdicts = [_verdict(cell, rows) for cell, rows in by_cell.items() if {REAL, SYNTHETIC} <= set(rows)]
-    return [verdict for verdict in verdicts if verdict is not None]
+        cell = replace(row.cell, case=row.cell.case.with_real_input)
+        by_case.setdefault(cell.case, {}).setdefault(cell, {})[row.cell.case.input] = row
+    return [verdict for cells in by_case.values() for verdict in _of_case(cells)]
 
 
-def _verdict(cell: Cell, rows: Mapping[str, Row]) -> Verdict | None:
-    real, synthetic = rows[REAL], rows[SYNTHETIC]
-    speed = results.speed(real.runs, synthetic.runs)
-    if speed is None:
-        return None
-    cached = results.speed(real.runs, rows[CACHED].runs) if CACHED in rows else None
-    return Verdict(cell, speed, cached, _parts(synthetic), _unequal(real, synthetic))
+def _of_case(cells: Mapping[Cell, Mapping[str, Row]]) -> list[Verdict]:
+    """The verdicts of a case, whose ratios are a table."""
+    pairs = {
+        (cell, name): (rows[REAL].runs, rows[name].runs)
+        for cell, rows in cells.items()
+        for name in (SYNTHETIC, CACHED)
+        if {REAL, SYNTHETIC, name} <= set(rows)
+    }
+    speed = dict(zip(pairs, results.speeds(list(pairs.values())), strict=True))
+    verdicts = []
+    for cell, rows in cells.items():
+        synthetic = speed.get((cell, SYNTHETIC))
+        if synthetic is not None:
+            unequal = _unequal(rows[REAL], rows[SYNTHETIC])
+            verdicts.append(Verdict(cell, synthetic, speed.get((cell, CACHED)), _parts(rows[SYNTHETIC]), unequal))
+    return verdicts
 
 
 def _parts(row: Row) -> dict[str, float]:
@@ -139,7 +153,7 @@ def _unequal(real: Row, synthetic: Row) -> list[str]:
 
 def _saved_share(ratio: ratios.Ratio) -> float:
     """The share of the time that is saved, 0 to 1; 0 if the interval includes 1."""
-    return max(0.0, 1 - 1 / ratio.median) if ratio.is_difference else 0.0
+    return max(0.0, 1 - 1 / ratio.estimate) if ratio.is_difference else 0.0
 
 
 def _times_as_fast(ratio: ratios.Ratio) -> str:
