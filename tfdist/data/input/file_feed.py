@@ -20,7 +20,7 @@ from tfdist.data.input import batch_parts, order
 from tfdist.data.input.arrays import Transform
 from tfdist.data.input.dataset_feed import DatasetBatches
 from tfdist.data.input.division import Division
-from tfdist.data.input.feed import ONLY_PARTS, Feed
+from tfdist.data.input.feed import ONLY_PARTS, Feed, graph_function
 from tfdist.errors import DataError, UsageError
 from tfdist.internals import keras_data
 from tfdist.internals.keras import tree
@@ -227,7 +227,6 @@ class LargeExamples:
     ) -> Callable[..., tf.data.Dataset]:
         specs = [tf.TensorSpec([None, *row.shape[1:]], row.dtype) for row in self._rows(0, 0, 1)]
 
-        @tf.function(autograph=False)
         def dataset(*steps: tf.Tensor) -> tf.data.Dataset:
             def cut(*rows: tf.Tensor) -> tf.data.Dataset:
                 begins = tf.data.Dataset.range(0, tf.shape(rows[0], tf.int64)[0], self.batch_size)
@@ -238,7 +237,7 @@ class LargeExamples:
             examples = batches.map(read, num_parallel_calls=tf.data.AUTOTUNE, deterministic=deterministic)
             return examples.prefetch(tf.data.AUTOTUNE)
 
-        return dataset
+        return graph_function(dataset)
 
     def _read(self, index: int, division: Division, *rows: tf.Tensor) -> Any:
         begin, end = division.part(batch_parts.length(rows[0]), index)
