@@ -1,4 +1,4 @@
-"""Data of Hugging Face `datasets`, Grain and ArrayRecord in two processes: each reads its part, and what differs ends."""
+"""Data of Hugging Face `datasets` and Grain in two processes: each reads its part, and different data are refused."""
 
 import numpy as np
 import pytest

@@ -178,7 +178,7 @@ class BatchFingerprint:
         self._value.assign(fingerprint(batch, self._value))
 
     def reset(self) -> None:
-        """Forgets all batches: the data have ended, or the next call has different data."""
+        """Forgets all batches: the data have ended before those of others, or the next call has different data."""
         self._value.assign(tf.zeros([1, 8], tf.uint8))
 
     def __str__(self) -> str:
@@ -227,6 +227,11 @@ class SharedBatches(Batches):
             self.fingerprint.add(batch)
             return batch
 
+        exists = exists_everywhere = exists_anywhere = batch.has_value()
+        if not self.endless:
+            of_all = self.numbers_of_all(tf.cast(exists, tf.int32)) > 0
+            exists_everywhere, exists_anywhere = tf.reduce_all(of_all), tf.reduce_any(of_all)
+
         def add() -> tf.Tensor:
             self.fingerprint.add(batch.get_value())
             return tf.constant(True)
@@ -235,12 +240,10 @@ class SharedBatches(Batches):
             self.fingerprint.reset()
             return tf.constant(False)
 
-        exists = batch.has_value()
-        tf.cond(exists, add, reset)
-        if not self.endless:
-            # A process whose data have ended must not leave the others waiting in the middle of a step.
-            exists = tf.reduce_all(self.numbers_of_all(tf.cast(exists, tf.int32)) > 0)
-        return OptionalBatch(exists, batch.get_value)
+        # Where the data of all have ended, the batches before are still to be compared.
+        tf.case([(exists, add), (exists_anywhere, reset)], lambda: tf.constant(False))
+        # A process whose data have ended must not leave the others waiting in the middle of a step.
+        return OptionalBatch(exists_everywhere, batch.get_value)
 
     def part(self, state: Any, batch: Any, index: int, division: Division) -> tuple[Any, Any]:
         return self.batches.part(state, batch, index, division)
