@@ -7,7 +7,7 @@
 
 An example is a picture of 28x28 bytes and its label. All are shuffled. Contestants take turns, one epoch each.
 
-Example: `python -m benchmarks.libraries --examples 20000 --epochs 5`
+Example: `python -m benchmarks.libraries --examples 10000 --epochs 3`
 """
 
 from __future__ import annotations
@@ -100,9 +100,9 @@ class Decode:
 def main() -> None:
     """Prints a table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--examples", type=int, default=20_000)
+    parser.add_argument("--examples", type=int, default=10_000)
     parser.add_argument("--batch-size", type=int, default=256)
-    parser.add_argument("--epochs", type=int, default=5, help="measured per contestant, after one that is not")
+    parser.add_argument("--epochs", type=int, default=3, help="measured per contestant, after one that is not")
     arguments = parser.parse_args()
     generator = np.random.default_rng(0)
     x = generator.integers(0, 255, (arguments.examples, *SHAPE), np.uint8)

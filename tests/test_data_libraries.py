@@ -1,6 +1,11 @@
 """Data of Hugging Face `datasets`, Grain and ArrayRecord, as they are: what a model trained on them ends with."""
 
 import pickle
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
 
 import keras
 import numpy as np
@@ -10,11 +15,12 @@ import tfdist
 from tests.test_checkpoint import Kill, KilledError
 from tfdist.callbacks import Checkpoint
 from tfdist.data import examples
-from tfdist.data.input import adapters
-from tfdist.data.input.division import WHOLE
+from tfdist.data.input import adapters, device_feed
+from tfdist.data.input.division import WHOLE, Division
 from tfdist.errors import CheckpointError, DataError, UsageError
 from tfdist.jobs.world import World
 
+PAGE = Path(__file__).parent.parent / "docs" / "data.md"
 ROWS, BATCH, SEED = 43, 8, 5  # the last batch is not full
 X = np.random.default_rng(0).normal(size=(ROWS, 4)).astype("float32")
 Y = np.random.default_rng(1).integers(0, 3, ROWS)
@@ -167,6 +173,12 @@ class TestExamplesByNumber:
         ((x, y),) = feed_of(examples(texts, y="y")).first(1)
         assert sorted(x.numpy().tolist()) == [b"a\0", b"bcd\0\0", "é".encode()] and y.dtype == "float32"
 
+    def test_texts_stay_on_the_host_and_numbers_are_prefetched_to_devices(self):
+        texts = feed_of(examples([{"text": "a", "y": 0.0}] * 3, y="y"))
+        devices = ["CPU:0", "CPU:1"], 0, Division(2), 0
+        assert device_feed.placed(texts, *devices) is texts
+        assert isinstance(device_feed.placed(feed_of(examples(Rows())), *devices), device_feed.PrefetchedFeed)
+
     def test_each_process_reads_only_its_part_of_each_batch(self):
         read = [], []
         for rank in range(2):
@@ -261,6 +273,20 @@ class TestMistakes:
 
 
 class TestBatchesOfGrain:
+    @pytest.mark.parametrize("name", BATCHED)
+    def test_the_state_that_is_saved_is_not_ahead_of_the_batches(self, name):
+        feed = feed_of(BATCHED[name]())
+        iterator = feed.start(0, 0)
+        for _ in range(2):
+            next(iterator)
+        time.sleep(0.2)  # enough to read ahead
+        (remaining, *_) = feed.resume(feed.save(), 0, 2)
+        np.testing.assert_array_equal(remaining[0], next(iterator)[0])
+
+    def test_a_loader_says_which_shard_it_reads(self):
+        assert feed_of(grain_loader(1, 3)).shard == (1, 3)
+        assert feed_of(BATCHED["MapDataset"]()).shard is None
+
     @pytest.mark.sampled(3)
     @pytest.mark.parametrize("strategy", STRATEGIES)
     @pytest.mark.parametrize("name", BATCHED)
@@ -324,6 +350,22 @@ class TestResume:
             train(3, Kill(3))
         with pytest.raises(CheckpointError, match="another Grain `DataLoader`: its `sampler`"):
             train(4, resume=True)
+
+
+@pytest.mark.thorough
+def test_the_scripts_of_the_page_run(tmp_path):
+    data = hugging_face(pixels=np.random.default_rng(0).random((60, 8), "float32"), label=np.arange(60) % 2)
+    for split in ("train", "test"):
+        data.to_parquet(tmp_path / f"{split}.parquet")
+    script, source = re.findall(r"```python\n(import datasets.*?|# mine.py.*?)```", PAGE.read_text(), re.DOTALL)
+    (tmp_path / "script.py").write_text(script)
+    (tmp_path / "mine.py").write_text(source)
+    command = ["-m", "tfdist", "train", "--dataset", "mine:load", "--model", "mlp", "--epochs", "1", "--run-dir", "run"]
+    for arguments in (["script.py"], command):
+        done = subprocess.run(
+            [sys.executable, *arguments], cwd=tmp_path, capture_output=True, text=True, timeout=240, check=False
+        )
+        assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
 
 
 def test_data_show_themselves():

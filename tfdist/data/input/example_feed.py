@@ -57,8 +57,6 @@ class _Reader:
         return tree.pack_sequence_as(self._structure, tensors)
 
     def _read(self, numbers: np.ndarray) -> list[np.ndarray]:
-        if not len(numbers):
-            return [np.zeros((0, *spec.shape[1:]), spec.dtype.as_numpy_dtype) for spec in self._specs]
         try:
             return self._checked(self._weighted(self._examples.read(numbers)), numbers)
         except TfdistError as error:

@@ -68,12 +68,14 @@ class Examples:
         return f"<tfdist.data.examples: {self.length:,} of a `{self.kind}`>"
 
     def read(self, numbers: Iterable[int]) -> tuple[Any, ...]:
-        """The examples with these numbers, of which there is at least one: structures of arrays `[n, ...]`.
+        """The examples with these numbers: structures of arrays `[n, ...]`.
 
         Raises:
             DataError: an example cannot be read, or the examples have different shapes or types.
         """
         numbers = [int(number) for number in numbers]
+        if not numbers:
+            return tuple(_map(lambda array: array[:0], part) for part in self.read([0]))
         try:
             return self._read(numbers)
         except (DataError, UsageError):

@@ -79,7 +79,13 @@ class _Loader:
         self.batch_size = tree.flatten(self._spec)[0].shape[0] or len(tree.flatten(self.first_batch)[0])
 
     def get_tf_dataset(self) -> tf.data.Dataset:
-        return tf.data.Dataset.from_generator(self.batches, output_signature=self._spec)
+        dataset = tf.data.Dataset.from_generator(self.batches, output_signature=self._spec)
+        # Grain reads ahead itself. If tf.data did, as it does by default, the state would be ahead of the steps.
+        options = tf.data.Options()
+        options.autotune.enabled = False
+        options.experimental_optimization.apply_default_optimizations = False
+        options.experimental_optimization.inject_prefetch = False
+        return dataset.with_options(options)
 
     def batches(self) -> Iterator[Any]:
         resumed, self._resumed = self._resumed, None
