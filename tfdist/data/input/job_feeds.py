@@ -127,11 +127,9 @@ class JoinedFeed(WrappedFeed):
 
 def _require_parts(feed: Feed, peers: GraphPeers) -> None:
     """Raises `UsageError` if the processes read the same data, or not all shards of them."""
-    samples, shards = zip(
-        *consensus.all_gather_object(peers, [feed.sample and feed.sample(), feed.shard], "compares its data"),
-        strict=True,
-    )
-    shards = [tuple(shard) if shard else (0, 1) for shard in shards]
+    of_all = consensus.all_gather_object(peers, [feed.sample and feed.sample(), feed.shard], "compares its data")
+    samples = [sample for sample, _ in of_all]
+    shards = [tuple(shard) if shard else (0, 1) for _, shard in of_all]
     if any(count > 1 for _, count in shards) and sorted(shards) != [(i, len(shards)) for i in range(len(shards))]:
         listed = ", ".join(f"worker {rank}: {index} of {count}" for rank, (index, count) in enumerate(shards))
         raise UsageError(
