@@ -360,7 +360,21 @@ def test_the_scripts_of_the_page_run(tmp_path):
     script, source = re.findall(r"```python\n(import datasets.*?|# mine.py.*?)```", PAGE.read_text(), re.DOTALL)
     (tmp_path / "script.py").write_text(script)
     (tmp_path / "mine.py").write_text(source)
-    command = "-m tfdist train --strategy single --model mlp --dataset mine:load --epochs 1 --run-dir run".split()
+    command = [
+        "-m",
+        "tfdist",
+        "train",
+        "--strategy",
+        "single",
+        "--model",
+        "mlp",
+        "--dataset",
+        "mine:load",
+        "--epochs",
+        "1",
+        "--run-dir",
+        "run",
+    ]
     for arguments in (["script.py"], command):
         done = subprocess.run(
             [sys.executable, *arguments], cwd=tmp_path, capture_output=True, text=True, timeout=240, check=False
