@@ -209,6 +209,16 @@ def test_a_batch_of_a_pydataset_is_standardized_as_keras_standardizes_it():
     assert np.asarray(weight).tolist() == [1.0, 2.0, 2.0]
 
 
+def test_the_spec_of_batches_and_what_is_yielded_are_those_of_keras_adapter_for_grain():
+    batches = [([np.ones((3, 2), "float32")], None), ([np.ones((2, 2), "float32")], None)]
+    ((x,), y) = keras_data.spec_of_batches(batches)
+    assert x == tf.TensorSpec([None, 2], "float32") and isinstance(y, tf.OptionalSpec)
+    (yielded,) = tf.data.Dataset.from_generator(
+        lambda: map(keras_data.as_yielded, batches[:1]), output_signature=keras_data.spec_of_batches(batches)
+    )
+    assert yielded[0][0].shape == (3, 2) and not yielded[1].has_value()
+
+
 def test_metrics_of_a_compiled_model_are_found_one_by_one_and_their_functions_are_known():
     model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
     model.compile("sgd", "mse", metrics=["mae", lambda y, p: y - p, keras.metrics.AUC()])

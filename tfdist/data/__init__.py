@@ -24,6 +24,7 @@ from typing import Any
 from tfdist import registry
 from tfdist.data.input.arrays import check_labels
 from tfdist.data.input.division import per_process, shard
+from tfdist.data.input.examples import Examples, examples
 from tfdist.data.input.source import IndexedSource, Origin, Source, origin_of
 from tfdist.data.spec import SPLITS, DataSpec
 from tfdist.errors import UsageError
@@ -31,9 +32,11 @@ from tfdist.errors import UsageError
 __all__ = [
     "SPLITS",
     "DataSpec",
+    "Examples",
     "IndexedSource",
     "Source",
     "check_labels",
+    "examples",
     "knows",
     "load",
     "load_origin",

@@ -14,9 +14,14 @@ from keras.src.trainers.data_adapters.generator_data_adapter import GeneratorDat
 
 __all__ = ["ArrayDataAdapter", "GeneratorDataAdapter"]
 
+# How many batches Keras reads from data of unknown shapes, to learn which dimensions change.
+BATCHES_FOR_SPEC = data_adapter_utils.NUM_BATCHES_FOR_TENSOR_SPEC
+
 # Functions of Keras' own `fit` that tfdist's loop uses too.
 class_weight_to_sample_weights = data_adapter_utils.class_weight_to_sample_weights
 get_data_adapter = data_adapters.get_data_adapter
+flatten_with_path = tree.flatten_with_path
+is_grain_dataset = data_adapters.is_grain_dataset
 is_tf_dataset = data_adapters.is_tf_dataset
 train_validation_split = array_slicing.train_validation_split
 unpack_x_y_sample_weight = data_adapter_utils.unpack_x_y_sample_weight
@@ -25,6 +30,22 @@ unpack_x_y_sample_weight = data_adapter_utils.unpack_x_y_sample_weight
 def without_optionals(spec: Any) -> Any:
     """`spec` with `None` in place of the empty optionals that Keras' generators yield."""
     return tree.map_structure(lambda leaf: None if isinstance(leaf, tf.OptionalSpec) else leaf, spec)
+
+
+def spec_of_batches(batches: list[Any]) -> Any:
+    """The spec of data of which these are the first batches, as `as_yielded` returns them."""
+    return tree.lists_to_tuples(data_adapter_utils.get_tensor_spec(batches))
+
+
+def as_yielded(batch: Any) -> Any:
+    """A batch of a Grain dataset as Keras' `from_generator` yields it, with an empty optional for each `None`."""
+
+    def value_of(leaf: Any) -> Any:
+        if leaf is None:
+            return tf.experimental.Optional.empty(None)
+        return data_adapter_utils.scipy_sparse_to_tf_sparse(leaf) if data_adapter_utils.is_scipy_sparse(leaf) else leaf
+
+    return tree.lists_to_tuples(tree.map_structure(value_of, batch))
 
 
 def traced_spec(spec: Any, examples: int | None) -> Any:

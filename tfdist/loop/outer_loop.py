@@ -468,7 +468,7 @@ def feed_of(strategy: Strategy, request: adapters.Request, *, for_prediction: bo
 
     The processes of a job check that their data are equal, or join them if each process has its own part.
     """
-    feed = adapters.make(request, strategy.seed)
+    feed = adapters.make(request, strategy.seed, strategy.world)
     if strategy.world.world_size > 1:
         if request.per_process:
             if strategy.speeds is not None:

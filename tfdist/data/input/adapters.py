@@ -11,15 +11,20 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfdist.data.input import order
+from tfdist.data.input import example_feed, libraries, order
 from tfdist.data.input.array_feed import ArrayFeed
 from tfdist.data.input.dataset_feed import DatasetFeed, InOrder
 from tfdist.data.input.division import PerProcess
+from tfdist.data.input.examples import Examples, examples, of_columns
 from tfdist.data.input.feed import NO_BATCHES, Feed
 from tfdist.data.input.file_feed import LargeExamples
+from tfdist.data.input.grain_feed import GrainFeed
 from tfdist.errors import DataError, UsageError
 from tfdist.internals import keras_data
 from tfdist.jobs.world import World
+
+ALONE = World()
+DEFAULT_BATCH_SIZE = 32  # Keras' own, for arrays
 
 
 @dataclass(frozen=True)
@@ -68,16 +73,27 @@ def split(whole: Request, fraction: float) -> tuple[Request, Any]:
     return replace(whole, x=x, y=y, sample_weight=sample_weight), PerProcess(last) if whole.per_process else last
 
 
-def make(request: Request, seed: int) -> Feed:
-    """The feed for what the user passed.
+def make(request: Request, seed: int, world: World = ALONE) -> Feed:
+    """The feed for what the user passed to this process, whose place in the job is `world`.
 
     Raises:
         DataError: it has no batches.
+        UsageError: it comes from a library that tfdist knows, but cannot be read as it is.
         ValueError: Keras refuses the combination of arguments.
     """
     if isinstance(request.x, Feed):
         return request.x
+    numbered = _numbered(request)
+    if numbered is not None:
+        size = request.batch_size or DEFAULT_BATCH_SIZE
+        order_of = _order(len(numbered), size, request.shuffle, seed)
+        return example_feed.feed(
+            numbered, size, order_of, ALONE if request.per_process else world, request.class_weight
+        )
     x, shuffle = request.x, request.shuffle
+    if keras_data.is_grain_dataset(x):
+        _require_only_x(request, "class_weight")
+        return GrainFeed(x)
     if isinstance(x, keras.utils.PyDataset):
         x, shuffle = InOrder(x, seed if shuffle and x.num_batches else None), False
     elif keras_data.is_tf_dataset(x):
@@ -100,6 +116,30 @@ def make(request: Request, seed: int) -> Feed:
     return DatasetFeed(adapter, x if isinstance(x, InOrder) else None)
 
 
+def _numbered(request: Request) -> Examples | None:
+    """The examples that are read by their numbers, if the user passed such."""
+    x = request.x
+    flat = [*(x.values() if isinstance(x, dict) else (x,)), request.y]
+    if any(map(libraries.is_column, flat)):
+        return of_columns(x, request.y, request.sample_weight)
+    if not isinstance(x, Examples):
+        if not libraries.is_numbered_only(x):
+            return None
+        x = examples(x)
+    _require_only_x(request)
+    return x
+
+
+def _require_only_x(request: Request, *others: str) -> None:
+    """Raises `UsageError` if the user passed something beside data that contain it, or cannot be combined with it."""
+    for name in ("y", "sample_weight", *others):
+        if getattr(request, name) is not None:
+            raise UsageError(
+                f"`{name}` was passed beside a `{type(request.x).__name__}`",
+                "let each element of the data be `(x, y)` or `(x, y, sample_weight)`",
+            )
+
+
 def _pass_over_generator(generator: Callable[[], Iterator[Any]], steps: int) -> Iterator[Any]:
     """The batches of one pass over a generator, which always skips exactly one further batch of the generator.
 
@@ -120,7 +160,7 @@ def _feed_of_arrays(adapter: Any, shuffle: Any, seed: int) -> Feed:
     order_of = _order(examples, batch_size, shuffle, seed)
     if not order.is_computed(examples):
         return ArrayFeed(arrays, batch_size, order_of)
-    feed = LargeExamples(arrays, batch_size, order_of).feed(World())
+    feed = LargeExamples(arrays, batch_size, order_of).feed(ALONE)
     feed.arrays = arrays
     return feed
 

@@ -13,7 +13,7 @@ import tensorflow as tf
 from tfdist.data.input import batch_parts, order
 from tfdist.data.input.arrays import ToModelTypes
 from tfdist.data.input.division import Division
-from tfdist.data.input.feed import Batches, Feed
+from tfdist.data.input.feed import Batches, Feed, graph_function
 from tfdist.internals import keras_data
 from tfdist.internals.keras import tree
 
@@ -92,7 +92,6 @@ class ArrayFeed(Feed):
     def _make_dataset_of_part(
         self, index: int, division: Division, deterministic: bool
     ) -> Callable[..., tf.data.Dataset]:
-        @tf.function(autograph=False)
         def dataset(first_batch: tf.Tensor, *positions: tf.Tensor) -> tf.data.Dataset:
             @tf.autograph.experimental.do_not_convert
             def gather(step: tf.Tensor) -> Any:
@@ -103,7 +102,7 @@ class ArrayFeed(Feed):
             batches = steps.map(gather, num_parallel_calls=tf.data.AUTOTUNE, deterministic=deterministic)
             return batches.prefetch(tf.data.AUTOTUNE)
 
-        return dataset
+        return graph_function(dataset)
 
     def _make_dataset_of_parts(self, replicas: range, division: Division) -> Callable[..., tf.data.Dataset]:
         local = len(replicas)
@@ -112,7 +111,6 @@ class ArrayFeed(Feed):
         def with_length(tensor: Any) -> Any:
             return tf.ensure_shape(tensor, [length, *tensor.shape[1:]])
 
-        @tf.function(autograph=False)
         def dataset(first_batch: tf.Tensor, *positions: tf.Tensor) -> tf.data.Dataset:
             @tf.autograph.experimental.do_not_convert
             def part(number: tf.Tensor) -> Any:
@@ -130,7 +128,7 @@ class ArrayFeed(Feed):
             options.experimental_optimization.apply_default_optimizations = False
             return numbers.map(part, num_parallel_calls=tf.data.AUTOTUNE, deterministic=True).with_options(options)
 
-        return dataset
+        return graph_function(dataset)
 
 
 def repeated(feed: Feed) -> ArrayFeed:

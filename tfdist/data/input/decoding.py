@@ -19,6 +19,7 @@ from tfdist.data.input import augmentation as augmentations
 from tfdist.data.input import file_feed, order, picture_headers
 from tfdist.data.input.augmentation import Augmentation
 from tfdist.data.input.disk_cache import DiskCache
+from tfdist.data.input.feed import graph_function
 from tfdist.data.input.picture_files import Pictures
 from tfdist.data.input.tfrecords import Records
 from tfdist.data.spec import DataSpec
@@ -258,7 +259,6 @@ class DecodedBatches:
         """A graph for batches of `length` examples, of which the last may have fewer: `dataset(epoch, begin, end)`."""
         decoder, parallel = tf.autograph.experimental.do_not_convert(self._decoder.__call__), tf.data.AUTOTUNE
 
-        @tf.function(autograph=False)
         def dataset(epoch: tf.Tensor, begin: tf.Tensor, end: tf.Tensor) -> tf.data.Dataset:
             steps = epoch, begin, end
             rows = file_feed.by_range(self._rows, self._specs, max(length, 1), steps, self._read_ahead)
@@ -270,7 +270,7 @@ class DecodedBatches:
             empty = tf.nest.map_structure(lambda spec: tf.zeros([0, *spec.shape], spec.dtype), decoded.element_spec)
             return tf.data.Dataset.from_tensors(empty).repeat(end - begin)
 
-        return dataset
+        return graph_function(dataset)
 
     def _rows(self, epoch: int, begin: int, end: int) -> Sequence[np.ndarray]:
         """The numbers of the examples of these batches, and their random numbers."""

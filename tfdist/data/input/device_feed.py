@@ -50,7 +50,8 @@ def placed(feed: Feed, devices: Sequence[str], rank: int, division: Division, bu
             return feed  # they share the memory of the host
         budget_bytes = GPU_BYTES
     if isinstance(feed, FileFeed):
-        return PrefetchedFeed(feed, devices, rank, division)
+        has_strings = any(spec.dtype == tf.string for spec in tree.flatten(feed.spec))
+        return feed if has_strings else PrefetchedFeed(feed, devices, rank, division)
     if not isinstance(feed, ArrayFeed) or not is_dense(feed.arrays):
         return feed
     if size_bytes(feed.arrays) <= budget_bytes:

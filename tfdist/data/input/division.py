@@ -95,8 +95,9 @@ def per_process(data: Any) -> PerProcess:
     In a job of one process, and under `parameter_server`, whose chief reads all data, the result is `data` itself.
 
     Args:
-        data: any data that Keras accepts as `x`: a `tf.data.Dataset`, a `keras.utils.PyDataset`, a generator, or
-            arrays; targets and sample weights of arrays in a tuple `(x, y)` or `(x, y, sample_weight)`.
+        data: any data that Keras accepts as `x`: a `tf.data.Dataset`, a `keras.utils.PyDataset`, a generator, data of
+            Grain, `tfdist.data.examples`, or arrays; targets and sample weights of arrays in a tuple `(x, y)` or
+            `(x, y, sample_weight)`.
     """
     return PerProcess(data)
 

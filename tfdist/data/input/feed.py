@@ -7,6 +7,7 @@ the graph's side: a `Batches` fetches a global batch and cuts the part of each r
     ArrayFeed         ArrayBatches          the indices of its examples; the host gathers the part of each replica
                       RepeatedBatches       the same, with all indices taken from one batch
     DatasetFeed       DatasetBatches        the tensors of an iterator's next element, which are sliced
+    GrainFeed         DatasetBatches        the same
     BatchFeed         FetchedBatches        the same, for one batch that is already there
     FileFeed          RankBatches           this process's part of it (`DatasetBatches` in a job of one process)
 
@@ -25,8 +26,9 @@ passes over its data.
 from __future__ import annotations
 
 import contextlib
+import functools
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, ClassVar
 
 import tensorflow as tf
@@ -43,6 +45,14 @@ ONLY_PARTS = (
 )
 
 
+def graph_function(function: Callable[..., Any]) -> Any:
+    """A `tf.function` that makes pipelines.
+
+    TensorFlow's warning about retracing counts by code object, which all feeds share, unless it is wrapped.
+    """
+    return tf.function(functools.partial(function), autograph=False)
+
+
 class Feed:
     """Global batches, pass after pass.
 
@@ -55,11 +65,15 @@ class Feed:
         arrays: the arrays that contain all examples and that processes must have in common, if there are any.
         per_process: whether each process of the job has different data.
         origin: how another process can make the same feed, as a `source.FeedOrigin`; `None` if it cannot.
+        sample: returns a hash of a few examples, which processes with the same data have in common; may be `None`.
+        shard: the index and the number of shards, if the data say that they are one shard of several.
     """
 
     per_process: ClassVar[bool] = False
     origin: Any = None
     arrays: Any = None
+    sample: Callable[[], str] | None = None
+    shard: tuple[int, int] | None = None
     num_batches: Any
     examples: Any
     batch_size: Any

@@ -20,8 +20,8 @@ from tfdist.data.input import batch_parts, order
 from tfdist.data.input.arrays import Transform
 from tfdist.data.input.dataset_feed import DatasetBatches
 from tfdist.data.input.division import Division
-from tfdist.data.input.feed import ONLY_PARTS, Feed
-from tfdist.errors import DataError, UsageError
+from tfdist.data.input.feed import ONLY_PARTS, Feed, graph_function
+from tfdist.errors import TfdistError, UsageError
 from tfdist.internals import keras_data
 from tfdist.internals.keras import tree
 from tfdist.jobs.job_environment import cores
@@ -61,7 +61,7 @@ class FileFeed(Feed):
     def __init__(
         self,
         pipeline: Callable[[int, int, int | None], tf.data.Dataset],
-        problem: Callable[[int, int, int], DataError | None],
+        problem: Callable[[int, int, int], TfdistError | None],
         examples: int,
         batch_size: int,
         world: World,
@@ -187,7 +187,7 @@ class LargeExamples:
         self.examples = len(order_of(0))
         self.num_batches = -(-self.examples // batch_size)
 
-    def feed(self, world: World, problem: Callable[[], DataError | None] = lambda: None) -> FileFeed:
+    def feed(self, world: World, problem: Callable[[], TfdistError | None] = lambda: None) -> FileFeed:
         """The batches as a feed, of which each process reads the parts of its replicas.
 
         Args:
@@ -227,7 +227,6 @@ class LargeExamples:
     ) -> Callable[..., tf.data.Dataset]:
         specs = [tf.TensorSpec([None, *row.shape[1:]], row.dtype) for row in self._rows(0, 0, 1)]
 
-        @tf.function(autograph=False)
         def dataset(*steps: tf.Tensor) -> tf.data.Dataset:
             def cut(*rows: tf.Tensor) -> tf.data.Dataset:
                 begins = tf.data.Dataset.range(0, tf.shape(rows[0], tf.int64)[0], self.batch_size)
@@ -238,7 +237,7 @@ class LargeExamples:
             examples = batches.map(read, num_parallel_calls=tf.data.AUTOTUNE, deterministic=deterministic)
             return examples.prefetch(tf.data.AUTOTUNE)
 
-        return dataset
+        return graph_function(dataset)
 
     def _read(self, index: int, division: Division, *rows: tf.Tensor) -> Any:
         begin, end = division.part(batch_parts.length(rows[0]), index)
@@ -254,7 +253,7 @@ class LargeExamples:
 
 @contextlib.contextmanager
 def explained(
-    explain: Callable[[], DataError | None], errors: tuple[type[Exception], ...] = (tf.errors.OpError,)
+    explain: Callable[[], TfdistError | None], errors: tuple[type[Exception], ...] = (tf.errors.OpError,)
 ) -> Iterator[None]:
     """Replaces one of these errors by the error that `explain` returns, which names the bad example."""
     try:

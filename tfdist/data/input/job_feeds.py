@@ -45,7 +45,14 @@ def shared(feed: Feed, peers: GraphPeers) -> Feed:
 
     Raises:
         DisagreementError: the processes have different arrays or different numbers of batches; raised in all of them.
+        UsageError: the data of this process are a shard, and are not marked with `per_process`.
     """
+    if feed.shard is not None and feed.shard[1] > 1:
+        index, count = feed.shard
+        raise UsageError(
+            f"The Grain `DataLoader` reads shard {index} of {count}, and all processes must be given the same data",
+            "pass `tfdist.data.per_process(loader)`, or a loader with `shard_options=grain.sharding.NoSharding()`",
+        )
     consensus.require_equal(
         peers,
         {"the examples": feed.examples, "the batches": feed.num_batches, "the batch size": feed.batch_size},
@@ -53,6 +60,8 @@ def shared(feed: Feed, peers: GraphPeers) -> Feed:
     if feed.arrays is not None:
         consensus.require_equal_fingerprints(peers, "arrays", fingerprint(feed.arrays).numpy().tobytes().hex())
     if not isinstance(feed, DatasetFeed):
+        if feed.sample is not None:
+            consensus.require_equal_fingerprints(peers, "examples", feed.sample())
         return feed
     running, endless = batch_fingerprint(peers), feed.endless
     return _ChangedFeed(feed, lambda batches: SharedBatches(batches, running, peers.numbers_of_all, endless))
@@ -81,6 +90,9 @@ class JoinedFeed(WrappedFeed):
     Args:
         feed: the feed of this process.
         peers: the processes of the job.
+
+    Raises:
+        UsageError: the data of the processes are not the parts of a whole.
     """
 
     per_process = True
@@ -88,6 +100,7 @@ class JoinedFeed(WrappedFeed):
     def __init__(self, feed: Feed, peers: GraphPeers):
         super().__init__(feed)
         self._peers = peers
+        _require_parts(feed, peers)
         counts = consensus.all_gather_object(peers, [feed.num_batches, feed.examples, feed.batch_size])
         numbers, examples, sizes = ([None] if None in values else values for values in zip(*counts, strict=True))
         self._num_batches = None if numbers == [None] else max(numbers)
@@ -110,6 +123,24 @@ class JoinedFeed(WrappedFeed):
         local = replace(local, even=False) if isinstance(local, ArrayBatches) else replace(local, length_known=False)
         world = self._peers.world
         return JoinedBatches(local, world.rank, world.world_size, self._length_known, self._peers.numbers_of_all)
+
+
+def _require_parts(feed: Feed, peers: GraphPeers) -> None:
+    """Raises `UsageError` if the processes read the same data, or not all shards of them."""
+    of_all = consensus.all_gather_object(peers, [feed.sample and feed.sample(), feed.shard], "compares its data")
+    samples = [sample for sample, _ in of_all]
+    shards = [tuple(shard) if shard else (0, 1) for _, shard in of_all]
+    if any(count > 1 for _, count in shards) and sorted(shards) != [(i, len(shards)) for i in range(len(shards))]:
+        listed = ", ".join(f"worker {rank}: {index} of {count}" for rank, (index, count) in enumerate(shards))
+        raise UsageError(
+            f"The Grain `DataLoader`s of the {len(shards)} processes do not read all shards: {listed}",
+            "give each its own: `grain.sharding.ShardOptions(strategy.world.rank, strategy.world.world_size)`",
+        )
+    if None not in samples and len(set(samples)) == 1:
+        raise UsageError(
+            "`per_process` marks the part of each process, but all processes begin with the same examples",
+            "divide the data by `strategy.world.rank`, or pass the same data to each process without `per_process`",
+        )
 
 
 def fingerprint(data: Any, previous: tf.Tensor | None = None) -> tf.Tensor:
@@ -145,7 +176,7 @@ class BatchFingerprint:
         self._value.assign(fingerprint(batch, self._value))
 
     def reset(self) -> None:
-        """Forgets all batches: the data have ended, or the next call has different data."""
+        """Forgets all batches: the data have ended before those of others, or the next call has different data."""
         self._value.assign(tf.zeros([1, 8], tf.uint8))
 
     def __str__(self) -> str:
@@ -194,6 +225,11 @@ class SharedBatches(Batches):
             self.fingerprint.add(batch)
             return batch
 
+        exists = exists_everywhere = exists_anywhere = batch.has_value()
+        if not self.endless:
+            of_all = self.numbers_of_all(tf.cast(exists, tf.int32)) > 0
+            exists_everywhere, exists_anywhere = tf.reduce_all(of_all), tf.reduce_any(of_all)
+
         def add() -> tf.Tensor:
             self.fingerprint.add(batch.get_value())
             return tf.constant(True)
@@ -202,12 +238,10 @@ class SharedBatches(Batches):
             self.fingerprint.reset()
             return tf.constant(False)
 
-        exists = batch.has_value()
-        tf.cond(exists, add, reset)
-        if not self.endless:
-            # A process whose data have ended must not leave the others waiting in the middle of a step.
-            exists = tf.reduce_all(self.numbers_of_all(tf.cast(exists, tf.int32)) > 0)
-        return OptionalBatch(exists, batch.get_value)
+        # Where the data of all have ended, the batches before are still to be compared.
+        tf.case([(exists, add), (exists_anywhere, reset)], lambda: tf.constant(False))
+        # A process whose data have ended must not leave the others waiting in the middle of a step.
+        return OptionalBatch(exists_everywhere, batch.get_value)
 
     def part(self, state: Any, batch: Any, index: int, division: Division) -> tuple[Any, Any]:
         return self.batches.part(state, batch, index, division)

@@ -1,0 +1,116 @@
+"""Recognises the data of Hugging Face `datasets` 5.2, Grain 0.2.18 and ArrayRecord 0.8.6, none of which it imports.
+
+examples that are read by their numbers     `datasets.Dataset` and its columns, ArrayRecord's data source, any
+                                            object with `__len__` and `__getitem__`; see `examples`
+batches as the library makes them           Grain's `DataLoader`, `MapDataset` and `IterDataset`; see `grain_feed`
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from tfdist.errors import UsageError
+
+# Returns the rows with these numbers: a list of rows, or a dict of columns.
+Reader = Callable[[list[int]], Any]
+
+_HUGGING_FACE = "Dataset", "IterableDataset", "DatasetDict", "IterableDatasetDict"
+_FORMATTED_BY_THE_USER = "custom"  # by a transform, which may also need columns that nobody has asked for
+
+
+def is_dataset(data: Any) -> bool:
+    """Whether `data` is a Hugging Face `Dataset`."""
+    return _is(data, "datasets", "Dataset")
+
+
+def is_column(data: Any) -> bool:
+    """Whether `data` is a column of a Hugging Face `Dataset`, as `dataset["name"]` returns it."""
+    return _is(data, "datasets", "Column")
+
+
+def is_array_record(data: Any) -> bool:
+    """Whether `data` is the data source of ArrayRecord, or Grain's."""
+    return _is(data, "array_record", "ArrayRecordDataSource") or _is(data, "grain", "ArrayRecordDataSource")
+
+
+def is_numbered_only(data: Any) -> bool:
+    """Whether `data` come from a library whose data Keras does not take, since only the numbers of examples are known.
+
+    Those that have no numbers are among them, so that `require_numbered` explains what to do.
+    """
+    return _is(data, "datasets", *_HUGGING_FACE) or is_array_record(data)
+
+
+def require_numbered(source: Any) -> None:
+    """Raises `UsageError` if the examples of `source` have no numbers."""
+    kind = type(source).__name__
+    if _is(source, "datasets", "DatasetDict", "IterableDatasetDict"):
+        raise UsageError(
+            f"A `{kind}` has a dataset per split: {listed(source)}",
+            f'pass one of them, for example `dataset["{next(iter(source), "train")}"]`',
+        )
+    if _is(source, "datasets", "IterableDataset"):
+        raise UsageError(
+            f"An `{kind}` can only be read from its start: its examples have no numbers",
+            "load the dataset without `streaming=True`, or make a `tf.data.Dataset` with `from_generator`",
+        )
+    if not hasattr(source, "__len__") or not hasattr(source, "__getitem__"):
+        raise UsageError(
+            f"A `{kind}` lacks `__len__` or `__getitem__`: its examples have no numbers",
+            "pass a Hugging Face `Dataset`, a data source of ArrayRecord, a Grain `MapDataset`, or any object with "
+            "both methods",
+        )
+
+
+def rows(source: Any) -> Reader:
+    """Reads rows one by one, or together where the source can."""
+    if is_dataset(source):
+        source = _with_numpy(source)
+    if hasattr(source, "__getitems__"):
+        return lambda numbers: list(source.__getitems__(numbers))
+    return lambda numbers: [source[number] for number in numbers]
+
+
+def column_names(dataset: Any) -> list[str] | None:
+    """The names of the columns of a Hugging Face `Dataset`; `None` if a transform of the user's may change them."""
+    return None if dataset.format["type"] == _FORMATTED_BY_THE_USER else list(dataset.column_names)
+
+
+def columns(dataset: Any, names: Sequence[str]) -> Reader:
+    """Reads columns of a Hugging Face `Dataset`: these, or all if there are no `names`."""
+    if names and column_names(dataset):
+        dataset = dataset.select_columns(list(names))  # so that the others are not decoded
+    dataset = _with_numpy(dataset)
+    return lambda numbers: dict(dataset[numbers])
+
+
+def column(of: Any) -> Reader:
+    """Reads a column of a Hugging Face `Dataset`, or of one of its columns of dicts."""
+    if not is_dataset(of.source):
+        return lambda numbers: of[numbers]
+    read = columns(of.source, [of.column_name])
+    return lambda numbers: read(numbers)[of.column_name]
+
+
+def stored(source: Any) -> Reader:
+    """Reads what is the same at each call: of a Hugging Face `Dataset`, the rows before the user's transform."""
+    if is_dataset(source):
+        arrow = source.with_format("arrow")
+        return lambda numbers: arrow[numbers].to_pylist()
+    return rows(source)
+
+
+def listed(names: Any) -> str:
+    """The names in backticks."""
+    return ", ".join(f"`{name}`" for name in names)
+
+
+def _with_numpy(dataset: Any) -> Any:
+    """A `Dataset` that returns NumPy's arrays, unless the user has chosen another format."""
+    return dataset.with_format("numpy") if dataset.format["type"] is None else dataset
+
+
+def _is(data: Any, package: str, *names: str) -> bool:
+    kinds = type(data).__mro__
+    return any(kind.__name__ in names and kind.__module__.partition(".")[0] == package for kind in kinds)
