@@ -34,6 +34,7 @@ from typing import Any
 
 from tfdist import extras
 from tfdist.errors import ClusterError, TfdistError, UsageError
+from tfdist.internals.spark import task_slots
 from tfdist.jobs import job_environment, ports
 from tfdist.jobs.world import World
 from tfdist.launcher import call, lifetime
@@ -99,10 +100,8 @@ def _slots(context: SparkContext, wanted: int | None) -> int:
     """
     if context.getConf().get("spark.dynamicAllocation.enabled", "false") == "true":
         return wanted or context.defaultParallelism
-    scala = context._jsc.sc()  # Spark 4.1: Python has no other way to ask
-    profile = scala.resourceProfileManager().defaultResourceProfile()
     until = time.monotonic() + START_SECONDS
-    while (slots := scala.maxNumConcurrentTasks(profile)) < (wanted or 1):
+    while (slots := task_slots(context)) < (wanted or 1):
         if time.monotonic() > until:
             raise ClusterError(
                 f"`workers` is {wanted}, and Spark has {slots} task slots after {START_SECONDS} s",

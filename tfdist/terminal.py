@@ -233,9 +233,7 @@ def exit_on_error() -> Iterator[None]:
 class _InSentences(click.Command):
     """A command whose mistakes are answered by a sentence and a hint; `--batch_size` stands for `--batch-size`."""
 
-    def __init__(
-        self, name: str | None, *arguments: Any, context_settings: Mapping[str, Any] | None = None, **named: Any
-    ):
+    def __init__(self, name: str | None, *, context_settings: Mapping[str, Any] | None = None, **named: Any):
         settings = {
             "help_option_names": ["-h", "--help"],
             "max_content_width": HELP_WIDTH,
@@ -243,7 +241,7 @@ class _InSentences(click.Command):
             "token_normalize_func": lambda token: token.replace("_", "-"),
             **(context_settings or {}),
         }
-        super().__init__(name, *arguments, context_settings=settings, **named)
+        super().__init__(name, context_settings=settings, **named)
 
     def make_context(self, *args: Any, **named: Any) -> click.Context:
         with exit_on_error():
@@ -302,7 +300,7 @@ class Program(_InSentences, click.Group):
 
     def __init__(self, name: str, sections: Mapping[str, Mapping[str, click.Command]], **named: Any):
         commands = {name: command for section in sections.values() for name, command in section.items()}
-        super().__init__(name, commands, **named)
+        super().__init__(name, commands=commands, **named)
         self._sections = sections
 
     def invoke(self, ctx: click.Context) -> Any:

@@ -448,7 +448,8 @@ def evaluate_checkpoints(config: TrainConfig, world: World) -> int:
             f"{world.source} makes this process {world.place}, and a verification makes no checkpoints to evaluate",
             "start a verification without an evaluator",
         )
-    if config.run_dir is None:
+    run_dir = config.run_dir
+    if run_dir is None:
         raise UsageError(
             f"{world.source} makes this process {world.place}, and `--run-dir` is not set",
             "name the folder of the run, on a file system that the evaluator shares with the chief",
@@ -458,7 +459,7 @@ def evaluate_checkpoints(config: TrainConfig, world: World) -> int:
         config, strategy="single", strategy_options={}, devices=None, resume=config.resume or restarted
     )
     # Made before TensorFlow is imported, so that no early checkpoint is missed.
-    folder = RunFolder(config.run_dir, resume=config.resume, evaluator=world.evaluator)
+    folder = RunFolder(run_dir, resume=config.resume, evaluator=world.evaluator)
     show = (lambda *lines: None) if config.quiet else click.echo
     with terminal.guarded_stdout(), terminal.logged_to(None if config.verbose else folder.log) as stderr:
         try:

@@ -148,6 +148,7 @@ class Bundle(Place):
         resources: what the bundle reserves.
     """
 
+    name: str
     hint = "check with `ray status` that the node is alive, and that tfdist is installed there at the same path"
     has_own_gpus = True
 
