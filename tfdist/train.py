@@ -232,6 +232,11 @@ def _refuse_missing_secrets(earlier: Mapping[str, Any], given: Mapping[str, Any]
     "--checkpoint-steps", type=int, metavar="N", help="save a checkpoint every N steps, and at the end of each epoch"
 )
 @_run_option("--tensorboard", is_flag=True, help="write TensorBoard logs")
+@_run_option(
+    "--tracker",
+    metavar="NAME",
+    help=f"send parameters, metrics and the run folder to {', '.join(configs.EXTRAS_OF_TRACKERS)}",
+)
 @_run_option("--profile", metavar="FIRST:LAST", help="trace training steps FIRST to LAST - 1")
 @_run_option(
     "--verify-steps", type=int, metavar="N", help="compare the first N steps with those of one device, and do not train"

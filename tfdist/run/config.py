@@ -31,6 +31,8 @@ SCHEDULES = ("constant", "cosine")
 # The input of training steps: read by the dataset; read once and cached in memory; one repeated batch.
 INPUTS = ("real", "cached", "synthetic")
 DTYPE_POLICIES = ("float32", "mixed_bfloat16", "mixed_float16")
+# The trackers, with the extra that each needs.
+EXTRAS_OF_TRACKERS = {"mlflow": "mlflow", "wandb": "wandb", "tensorboard": "profile"}
 # Options of strategies that are also options of the command, and the placeholders that `--help` shows for their values.
 STRATEGY_FLAGS = {
     "communication": "NAME",
@@ -79,6 +81,7 @@ class TrainConfig:
         checkpoint_steps: steps between two checkpoints within an epoch; `None` saves only at its end.
         target_accuracy: validation accuracy at which to stop, 0 to 1.
         tensorboard: write TensorBoard logs.
+        tracker: the tracker that the run is sent to, one of `EXTRAS_OF_TRACKERS`.
         profile: the first step to trace, and the step before which to stop.
         verify_steps: compare this number of steps with one device instead of training; `None` trains.
         quiet: show errors only.
@@ -116,6 +119,7 @@ class TrainConfig:
     checkpoint_steps: int | None = None
     target_accuracy: float | None = None
     tensorboard: bool = False
+    tracker: str | None = None
     profile: tuple[int, int] | None = None
     verify_steps: int | None = None
     quiet: bool = False
@@ -151,6 +155,9 @@ class TrainConfig:
         _check_optimizer(self)
         if self.profile is not None:
             extras.require("profile", "`--profile`")
+        if self.tracker is not None:
+            _known("tracker", self.tracker, EXTRAS_OF_TRACKERS)
+            extras.require(EXTRAS_OF_TRACKERS[self.tracker], f"`--tracker {self.tracker}`")
 
     @property
     def traits(self) -> strategies.Traits:

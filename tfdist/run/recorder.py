@@ -26,7 +26,7 @@ from tfdist.interface.strategy import Strategy
 from tfdist.internals import keras as keras_internals
 from tfdist.jobs import consensus, job_environment
 from tfdist.loop import programs
-from tfdist.run import schema
+from tfdist.run import schema, trackers
 from tfdist.run.config import TrainConfig
 from tfdist.run.folder import RunFolder
 from tfdist.run.schema import RunRecord
@@ -98,6 +98,7 @@ class RecordedRun(Protocol):
     typed: str
     started: datetime
     data_touched: float
+    tracker: trackers.Guarded | None
 
     @property
     def model_options(self) -> dict[str, Any]: ...
@@ -253,6 +254,8 @@ class Recorder(keras.callbacks.Callback):
         self._session.write_record()
         if self._session.folder.is_chief:
             self._session.folder.write_history(record)
+        if self._session.tracker is not None:
+            self._session.tracker.log(trackers.metrics_of(record.epochs[-1]), epoch + 1)
 
     def _record_processes(self, record: RunRecord) -> None:
         """Gathers the figures of all processes at the end of an epoch, and records them."""

@@ -35,7 +35,7 @@ from tfdist.internals import keras as keras_internals
 from tfdist.internals.tensorflow import runtime_started
 from tfdist.jobs import consensus
 from tfdist.profiling import trace
-from tfdist.run import evaluator, optimizers, recorder, schema
+from tfdist.run import evaluator, optimizers, recorder, schema, trackers
 from tfdist.run.config import TrainConfig
 from tfdist.run.folder import RunFolder, load_record, optional, writing
 from tfdist.run.recorder import Recorder, begin_record
@@ -152,6 +152,7 @@ class Session:
         self.typed = typed
         self.started = started
         self._show = show
+        self.tracker: trackers.Guarded | None = None
         self._profile: callbacks.Profile | None = None
         self._interrupted = False
         self._task_files: dict[str, str] = {}
@@ -176,6 +177,7 @@ class Session:
         strategy, source, model, train = self._build()
         self.record = begin_record(self, strategy, model, source, earlier)
         self.write_record()
+        self._begin_tracking()
         write_vocabularies(self.folder, strategy, source)
         self._report_skipped(source)
         strategy.fit(
@@ -301,6 +303,14 @@ class Session:
         if self.folder.is_chief:
             self.folder.write_history(self.record)
             self.folder.draw_curves(self.record)
+        if self.tracker is not None:
+            self.tracker.end(status, self.folder.path)
+
+    def _begin_tracking(self) -> None:
+        """Begins the run in the tracker, if the user has chosen one and this process is the chief."""
+        name, record = self.config.tracker, self.record
+        if name is not None and record is not None and self.folder.is_chief:
+            self.tracker = trackers.Guarded(name, lambda: trackers.begin(name, record, self.folder.path))
 
     def write_record(self) -> None:
         """Writes the record, if this process is the chief."""
