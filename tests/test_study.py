@@ -546,5 +546,5 @@ def test_without_scipy_a_comparison_says_what_to_install(tmp_path, monkeypatch):
     for number in range(2):
         made(tmp_path, round=number)
         made(tmp_path, "custom", round=number, seconds=2.0 + number)
-    with pytest.raises(UsageError, match="computed with SciPy, which is not installed"):
+    with pytest.raises(UsageError, match="An interval needs the package `scipy`, which is not installed"):
         results.of_runs(runs.load([tmp_path]))

@@ -46,18 +46,18 @@ class Report(Checkpoint):
     """
 
     def __init__(self, every_steps: int | None = None, every_epochs: int | None = 1):
-        self._temporary = tempfile.TemporaryDirectory(prefix="tfdist-ray-")
-        super().__init__(self._temporary.name, every_steps, every_epochs, keep=1, resume=True)
         try:
-            self._before = ray.train.get_checkpoint()
-            context = ray.train.get_context()
+            reported = ray.train.get_checkpoint()
+            is_chief = ray.train.get_context().get_world_rank() == 0
         except RuntimeError as error:
             raise UsageError(
                 "`tfdist.ray.Report` was made outside of a training function of Ray Train",
                 "make it in the function that is given to `TensorflowTrainer`",
             ) from error
-        if self._before is not None and context.get_world_rank() == 0:
-            self._before.to_directory(self.folder)
+        self._temporary = tempfile.TemporaryDirectory(prefix="tfdist-ray-")
+        super().__init__(self._temporary.name, every_steps, every_epochs, keep=1, resume=reported is not None)
+        if reported is not None and is_chief:
+            reported.to_directory(self.folder)
 
     def save_within_epoch(self, logs: dict[str, Any]) -> None:
         """Saves and reports if a checkpoint is due."""

@@ -193,7 +193,9 @@ def read_parquet(folder: str | os.PathLike[str], columns: Sequence[str]) -> dict
         The columns as NumPy arrays, `[rows]` or `[rows, length]`.
     """
     import numpy as np
-    import pyarrow.dataset
+
+    with extras.importing("spark", "`read_parquet`"):
+        import pyarrow.dataset
 
     world = World.detect(os.environ)
     rows = pyarrow.dataset.dataset(os.fspath(folder), format="parquet")
@@ -206,7 +208,8 @@ def read_parquet(folder: str | os.PathLike[str], columns: Sequence[str]) -> dict
 
 def _rows(dataset: Any, columns: Sequence[str], first: int, end: int) -> Any:
     """Rows `first` to `end` as a table; reads only the row groups that contain them."""
-    import pyarrow
+    with extras.importing("spark", "`read_parquet`"):
+        import pyarrow
 
     tables, before = [], 0
     for fragment in dataset.get_fragments():

@@ -26,17 +26,20 @@ Panel = Mapping[str, Mapping[int, float]]  # a number by x, by the label of the 
 
 def panels(values: Mapping[str, Panel], x_title: str, y_title: str) -> Any:
     """Returns a chart with the panels, by their titles, next to each other; they have the same axes."""
-    with extras.importing("report", "The picture"):
-        import altair
-
+    altair = _altair()
     numbers = [number for panel in values.values() for line in panel.values() for number in line.values()]
     charts = [_panel(title, panel, (min(numbers), max(numbers)), x_title, y_title) for title, panel in values.items()]
     return altair.hconcat(*charts, spacing=LABELS).configure_view(stroke=None).properties(padding={"right": LABELS})
 
 
-def _panel(title: str, panel: Panel, domain: tuple[float, float], x_title: str, y_title: str) -> Any:
-    import altair
+def _altair() -> Any:
+    with extras.importing("report", "The picture"):
+        import altair
+    return altair
 
+
+def _panel(title: str, panel: Panel, domain: tuple[float, float], x_title: str, y_title: str) -> Any:
+    altair = _altair()
     labels = [label for label, line in panel.items() if line]
     points = [
         {"label": label, "x": x, "y": y, "dash": index // len(COLOURS)}
