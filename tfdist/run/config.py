@@ -156,7 +156,7 @@ class TrainConfig:
         if self.profile is not None:
             extras.require("profile", "`--profile`")
         if self.tracker is not None:
-            _known("tracker", self.tracker, EXTRAS_OF_TRACKERS)
+            _known("tracker", self.tracker, tuple(EXTRAS_OF_TRACKERS))
             extras.require(EXTRAS_OF_TRACKERS[self.tracker], f"`--tracker {self.tracker}`")
 
     @property

@@ -42,10 +42,11 @@ class Tracker(Protocol):
 
 def begin(name: str, record: RunRecord, folder: Path) -> Tracker:
     """Begins a run in the tracker `name`, or continues the one that the run in `folder` began."""
-    kind = {"mlflow": _Mlflow, "wandb": _Wandb, "tensorboard": _TensorBoard}[name]
+    kinds: dict[str, type[_Mlflow | _Wandb | _TensorBoard]]
+    kinds = {"mlflow": _Mlflow, "wandb": _Wandb, "tensorboard": _TensorBoard}
     path = folder / IDENTITY
     known = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
-    tracker = kind(parameters(record), folder, known.get(name))
+    tracker = kinds[name](parameters(record), folder, known.get(name))
     files.write_text(path, json.dumps(known | {name: tracker.identity}) + "\n")
     return tracker
 
@@ -122,6 +123,7 @@ class _Wandb:
     def __init__(self, values: Parameters, folder: Path, identity: str | None):
         with extras.importing("wandb", "`--tracker wandb`"):
             import wandb
+        os.environ.setdefault("WANDB_MODE", "offline")
         self._wandb = wandb
         self._run = wandb.init(
             project=os.environ.get("WANDB_PROJECT", PROJECT),
@@ -129,7 +131,6 @@ class _Wandb:
             id=identity,
             resume="allow" if identity else None,
             config=dict(values),
-            mode=os.environ.get("WANDB_MODE", "offline"),
             settings=wandb.Settings(silent=True, console="off"),
         )
         self.identity = self._run.id
