@@ -265,9 +265,11 @@ def test_arrays_that_do_not_fit_the_spec_are_refused():
     data = Source(numbered(5).spec, lambda split, count: (np.zeros((count, 2)), np.zeros(count, int)))
     with pytest.raises(DataError, match=r"x of shape `\(5, 1\)` in its split `train`, found `\(5, 2\)`"):
         data.arrays("train")
-    short = Source.from_arrays("short", classes=2, train=(np.zeros((5, 2)), np.zeros(4, int)))
+    short = Source(numbered(5).spec, lambda split, count: (np.zeros((count, 1)), np.zeros(count - 1, int)))
     with pytest.raises(DataError, match=r"y of shape `\(5,\)` in its split `train`, found `\(4,\)`"):
         short.arrays("train")
+    with pytest.raises(UsageError, match="`train` of the dataset `short` has 5 examples x and 4 targets y"):
+        Source.from_arrays("short", classes=2, train=(np.zeros((5, 2)), np.zeros(4, int)))
 
 
 @pytest.mark.parametrize(

@@ -658,9 +658,15 @@ def _specs(spec: DataSpec) -> Any:
 
 
 def _require_pair(dataset: str, split: str, pair: Any) -> None:
-    """Raises `UsageError` if the examples of a split are not a pair of x and y."""
+    """Raises `UsageError` if the examples of a split are not a pair of x and y with the same number of examples."""
     if not (isinstance(pair, tuple | list) and len(pair) == 2):
         raise UsageError(
             f"`{split}` of the dataset `{dataset}` is a `{type(pair).__name__}`, not a pair of arrays",
             f"pass the examples and their targets: `{split}=(x, y)`",
+        )
+    examples, targets = len(main_input(pair[0])), len(pair[1])
+    if examples != targets:
+        raise UsageError(
+            f"`{split}` of the dataset `{dataset}` has {examples} examples x and {targets} targets y",
+            "give each example its target",
         )
