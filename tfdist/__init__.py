@@ -20,8 +20,6 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from tfdist.strategies.base import Strategy
 
 __version__ = "0.1.0"
@@ -32,11 +30,11 @@ if "ipykernel" in sys.modules:
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "1")
 
 _PUBLIC_MODULES = ("callbacks", "data", "models", "ray", "spark")
-_FUNCTIONS = {"launch_notebook": "notebook"}
+_FUNCTIONS = {"evaluate_checkpoints": "checkpointing.evaluation", "launch_notebook": "notebook"}
 
 
 def __getattr__(name: str) -> Any:
-    """Imports public modules, such as `tfdist.callbacks`, when they are first used, so that `import tfdist` is fast."""
+    """Imports public modules, such as `tfdist.callbacks`, and functions when first used: `import tfdist` is fast."""
     if name in _PUBLIC_MODULES:
         return importlib.import_module(f"tfdist.{name}")
     if name in _FUNCTIONS:
@@ -72,43 +70,6 @@ def strategy(name: str, **options: Any) -> Strategy:
 
     startup.require_tensorflow_backend()
     return strategies.create(name, **options)
-
-
-def evaluate_checkpoints(
-    model: Any,
-    folder: str | Path,
-    x: Any,
-    y: Any = None,
-    *,
-    log_dir: str | Path | None = None,
-    seconds: float = 3600.0,
-    **options: Any,
-) -> list[dict[str, Any]]:
-    """Evaluates each checkpoint of a training that runs in other processes, until the training has ended.
-
-    This is what the process with the role `evaluator` of TF_CONFIG does. It takes no part in the training. The weights
-    of every checkpoint are assigned to `model`, and `model.evaluate` runs. The results are appended to `history.csv`,
-    with a row per checkpoint, and to a TensorBoard log.
-
-    Args:
-        model: the compiled model of the training; without a strategy, or with one of this process alone.
-        folder: the folder of the training's callback `tfdist.callbacks.Checkpoint`, on a shared file system.
-        x: the data for `model.evaluate`, usually the validation data.
-        y: the targets, if `x` does not contain them.
-        log_dir: the folder for the results; by default `evaluator` beside `folder`.
-        seconds: how long to wait for the next checkpoint.
-        options: further options of `model.evaluate`, such as `batch_size`.
-
-    Returns:
-        A dict per checkpoint: its `step`, its `epoch` (the finished epochs), and the results such as `val_loss`.
-
-    Raises:
-        CheckpointError: a checkpoint is of another model.
-        ClusterError: no new checkpoint has appeared for `seconds`.
-    """
-    from tfdist.checkpointing.evaluation import evaluate_folder
-
-    return evaluate_folder(model, folder, x, y, log_dir=log_dir, seconds=seconds, **options)
 
 
 def gather(tensor: Any) -> Any:

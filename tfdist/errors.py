@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 EXIT_DIFFERENT = 1  # a verification found a difference
@@ -48,6 +48,11 @@ class TfdistError(Exception):
         super().__init__(f"{sentence}\n\nhint: {hint}")
         self.sentence = sentence
         self.hint = hint
+
+
+def enumerated(names: Sequence[str], conjunction: str = "and") -> str:
+    """Names as a sentence has them: a, b and c."""
+    return f" {conjunction} ".join([", ".join(names[:-1]), names[-1]] if len(names) > 1 else names)
 
 
 def printable(text: str) -> str:

@@ -111,6 +111,19 @@ def head():
 
 
 @pytest.fixture
+def add_node():
+    """Starts a node, which ends with the test."""
+    with contextlib.ExitStack() as stack:
+
+        def add(address=None):
+            node = Node(1, address)
+            stack.callback(node.end)
+            return node
+
+        yield add
+
+
+@pytest.fixture
 def environment(head):
     return SETTINGS | {"RAY_ADDRESS": head.address}
 
@@ -224,27 +237,26 @@ def test_ray_tune_finds_the_better_of_two_trainings(tmp_path, environment):
 
 @pytest.mark.thorough
 @pytest.mark.independent
-def test_workers_that_are_added_by_ray_change_no_weight(tmp_path, of_one_device):
+def test_workers_that_are_added_by_ray_change_no_weight(tmp_path, of_one_device, add_node):
     """Ray starts with one worker, and with two as soon as the cluster has a second node."""
-    with contextlib.ExitStack() as stack:
-        first = Node(1)
-        stack.callback(first.end)
-        program = subprocess.Popen(
-            [sys.executable, PROGRAM, "elastic", tmp_path],
-            env=clean_environment() | SETTINGS | {"RAY_ADDRESS": first.started().address},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        stack.callback(program.kill)
-        seen, second = [], None
+    first = add_node().started()
+    program = subprocess.Popen(
+        [sys.executable, PROGRAM, "elastic", tmp_path],
+        env=clean_environment() | SETTINGS | {"RAY_ADDRESS": first.address},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    seen, second = [], None
+    try:
         for line in program.stdout:
             seen.append(line)
             if second is None and "workers 1 checkpoint False" in line:
-                second = Node(1, first.address)
-                stack.callback(second.end)
+                second = add_node(first.address)
         text = "".join(seen)
         assert program.wait() == 0, text
+    finally:
+        program.kill()
     assert len(workers_that_say("workers 2 checkpoint True", text)) == 2
     assert_equal(weights(tmp_path), of_one_device)
 
@@ -307,21 +319,17 @@ def test_nothing_is_left_on_the_cluster_when_the_launcher_ends(tmp_path, script,
 
 @pytest.mark.thorough
 @pytest.mark.independent
-def test_a_node_that_is_lost_ends_the_job_by_name(tmp_path, script):
-    with contextlib.ExitStack() as stack:
-        first = Node(1)
-        stack.callback(first.end)
-        second = Node(1, first.started().address)
-        stack.callback(second.end)
-        second.started()
-        with launch(tmp_path, SETTINGS | {"RAY_ADDRESS": first.address}, script(WAIT)) as job:
-            processes = processes_of(job, first, second)
-            second.end()
-            code, out, err = job.end(90)
-            assert code == 3, out + err
-            assert re.search(r"worker [01] ended with exit code 3", out + err)
-            assert "is lost" in out + err
-            assert psutil.wait_procs(processes, 30)[1] == []
+def test_a_node_that_is_lost_ends_the_job_by_name(tmp_path, script, add_node):
+    first = add_node().started()
+    second = add_node(first.address).started()
+    with launch(tmp_path, SETTINGS | {"RAY_ADDRESS": first.address}, script(WAIT)) as job:
+        processes = processes_of(job, first, second)
+        second.end()
+        code, out, err = job.end(90)
+        assert code == 3, out + err
+        assert re.search(r"worker [01] ended with exit code 3", out + err)
+        assert "is lost" in out + err
+        assert psutil.wait_procs(processes, 30)[1] == []
 
 
 def test_a_job_without_room_says_what_it_needs(tmp_path, script, environment):

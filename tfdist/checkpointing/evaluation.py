@@ -150,7 +150,7 @@ def _read(path: Path) -> Stored | None:
         time.sleep(LOOK_SECONDS)
 
 
-def evaluate_folder(
+def evaluate_checkpoints(
     model: keras.Model,
     folder: str | Path,
     x: Any,
@@ -160,7 +160,28 @@ def evaluate_folder(
     seconds: float = 3600.0,
     **options: Any,
 ) -> list[dict[str, Any]]:
-    """See `tfdist.evaluate_checkpoints`."""
+    """Evaluates each checkpoint of a training that runs in other processes, until the training has ended.
+
+    This is what the process with the role `evaluator` of TF_CONFIG does. It takes no part in the training. The weights
+    of every checkpoint are assigned to `model`, and `model.evaluate` runs. The results are appended to `history.csv`,
+    with a row per checkpoint, and to a TensorBoard log.
+
+    Args:
+        model: the compiled model of the training; without a strategy, or with one of this process alone.
+        folder: the folder of the training's callback `tfdist.callbacks.Checkpoint`, on a shared file system.
+        x: the data for `model.evaluate`, usually the validation data.
+        y: the targets, if `x` does not contain them.
+        log_dir: the folder for the results; by default `evaluator` beside `folder`.
+        seconds: how long to wait for the next checkpoint.
+        options: further options of `model.evaluate`, such as `batch_size`.
+
+    Returns:
+        A dict per checkpoint: its `step`, its `epoch` (the finished epochs), and the results such as `val_loss`.
+
+    Raises:
+        CheckpointError: a checkpoint is of another model.
+        ClusterError: no new checkpoint has appeared for `seconds`.
+    """
     folder = Path(folder)
     out = folder.parent / "evaluator" if log_dir is None else Path(log_dir)
     out.mkdir(parents=True, exist_ok=True)

@@ -21,7 +21,7 @@ from typing import Any
 import click
 
 from tfdist.command_line.options import limits
-from tfdist.errors import UsageError
+from tfdist.errors import UsageError, enumerated
 
 # The commands that list the values of options.
 LISTED_BY = {"dataset": "tfdist datasets", "model": "tfdist models", "strategy": "tfdist strategies"}
@@ -51,8 +51,7 @@ def nearest(name: str, known: Sequence[str]) -> str | None:
 
 def listed(names: Sequence[str]) -> str:
     """Names in code type, as a sentence has them: `a`, `b` and `c`."""
-    quoted = [f"`{name}`" for name in names]
-    return " and ".join([", ".join(quoted[:-1]), quoted[-1]] if len(quoted) > 1 else quoted)
+    return enumerated([f"`{name}`" for name in names])
 
 
 def _in_a_sentence(error: click.UsageError, ctx: click.Context, args: Sequence[str]) -> UsageError:

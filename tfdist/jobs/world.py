@@ -24,7 +24,7 @@ from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from tfdist.errors import UsageError
+from tfdist.errors import UsageError, enumerated
 from tfdist.jobs import sagemaker, slurm, tf_config
 from tfdist.jobs.job_environment import TF_CONFIG, find_tf_config, number
 from tfdist.jobs.tf_config import CLUSTER_SPEC, EVALUATOR, ROLES, Task, means_itself
@@ -177,7 +177,7 @@ class World:
         """The names of several ranks in messages: the first few, with addresses, and how many more there are."""
         names = [self.named(rank) for rank in sorted(ranks)[:MOST_NAMES]]
         more = [f"{len(ranks) - MOST_NAMES} more"] if len(ranks) > MOST_NAMES else []
-        return _enumerated([*names, *more], conjunction)
+        return enumerated([*names, *more], conjunction)
 
     def named_briefly(self, ranks: Collection[int]) -> str:
         """The numbers of several ranks, such as `ranks 0, 3 to 511 and 600`; the names, if there are only a few."""
@@ -191,11 +191,7 @@ class World:
                 runs.append([rank])
         shown = [" to ".join(map(str, run)) for run in runs[:MOST_NAMES]]
         omitted = sum(run[-1] - run[0] + 1 for run in runs[MOST_NAMES:])
-        return "ranks " + _enumerated([*shown, f"{omitted} more"] if omitted else shown)
-
-
-def _enumerated(names: Sequence[str], conjunction: str = "and") -> str:
-    return f" {conjunction} ".join([", ".join(names[:-1]), names[-1]] if len(names) > 1 else names)
+        return "ranks " + enumerated([*shown, f"{omitted} more"] if omitted else shown)
 
 
 def _from_ranks(source: str, names: Sequence[str], environment: Mapping[str, str]) -> World:

@@ -169,8 +169,7 @@ def kubernetes(job: Job, image: str = IMAGE) -> str:
     parts = {"name": name, "size": size, "port": POD_PORT, "restarts": job.restarts}
     return "".join(
         [
-            _HEAD.format(needs="Kubernetes 1.29", **parts),
-            _SECRET_AND_POLICY.format(secret=secrets.token_hex(SECRET_BYTES), **parts),
+            _head("Kubernetes 1.29", name, size),
             _SERVICE.format(**parts),
             _JOB.format(failure_policy=_indented(_failure_policy("tfdist"), 2), pod=_indented(pod, 6), **parts),
         ]
@@ -204,8 +203,7 @@ def trainjob(job: Job, image: str = IMAGE) -> str:
     parts = {"name": name, "size": size, "restarts": job.restarts, "node": NODE}
     return "".join(
         [
-            _HEAD.format(needs="Kubeflow Trainer 2.2", **parts),
-            _SECRET_AND_POLICY.format(secret=secrets.token_hex(SECRET_BYTES), **parts),
+            _head("Kubeflow Trainer 2.2", name, size),
             _TRAINJOB.format(failure_policy=_indented(_failure_policy(NODE), 14), pod=_indented(pod, 18), **parts),
         ]
     )
@@ -238,8 +236,7 @@ def tfjob(job: Job, image: str = IMAGE) -> str:
     )
     return "".join(
         [
-            _HEAD.format(needs="Kubeflow's Training Operator 1.9", name=name, size=size),
-            _SECRET_AND_POLICY.format(secret=secrets.token_hex(SECRET_BYTES), name=name),
+            _head("Kubeflow's Training Operator 1.9", name, size),
             # A failure of the job is a failure of each pod, and the operator counts those of all pods together.
             _TFJOB.format(
                 name=name, most_failures=job.restarts * size + 1 if job.restarts else 0, replicas=_indented(replicas, 4)
@@ -263,6 +260,12 @@ export TFDIST_RESTART
 echo $((TFDIST_RESTART + 1)) > /restarts/count
 exec python "$@"
 """
+
+
+def _head(needs: str, name: str, size: int) -> str:
+    """What all manifests begin with: a comment, the secret of the job, and the network policy of its pods."""
+    secret = secrets.token_hex(SECRET_BYTES)
+    return _HEAD.format(needs=needs, size=size) + _SECRET_AND_POLICY.format(secret=secret, name=name)
 
 
 def _role_of_rank(job: Job) -> str:
