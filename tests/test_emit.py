@@ -16,6 +16,7 @@ from tests.manifests import documents, pods_of_job, pods_of_tfjob, pods_of_train
 from tfdist import launch
 from tfdist.errors import UsageError
 from tfdist.launcher import emit
+from tfdist.launcher.emit.pods import POD_PORT
 from tfdist.launcher.job import Job
 
 WORLD = ("-m", "tfdist.world")
@@ -278,7 +279,7 @@ def test_the_parts_of_a_job_find_each_other():
     assert service["spec"]["publishNotReadyAddresses"] is True  # pods look each other up before any is ready
     assert pod["subdomain"] == service["metadata"]["name"] == job["metadata"]["name"]
     (container,) = pod["containers"]
-    assert service["spec"]["ports"][0]["port"] == container["ports"][0]["containerPort"] == emit.POD_PORT
+    assert service["spec"]["ports"][0]["port"] == container["ports"][0]["containerPort"] == POD_PORT
     assert spec["completionMode"] == "Indexed"
     assert spec["completions"] == spec["parallelism"] == 4
     assert (spec["backoffLimitPerIndex"], spec["maxFailedIndexes"], pod["restartPolicy"]) == (3, 0, "Never")

@@ -32,6 +32,8 @@ EXPORTED_VARIABLES = (
     job_environment.END_SECONDS,
     "PYTHONUNBUFFERED",
 )
+# The length of the secret that a job for a scheduler gets.
+SECRET_BYTES = 32
 # ssh probes the host after this many seconds of silence, and closes the connection after this many unanswered probes.
 PROBE_SECONDS, MAX_UNANSWERED_PROBES = 5, 4
 # A name, an IPv4 address, or an IPv6 address in brackets. It becomes part of command lines, so it must not look like an
@@ -232,3 +234,9 @@ def _is_valid_host(text: str) -> bool:
         return bool(ipaddress.IPv6Address(text.strip("[]")))
     except ValueError:
         return False
+
+
+def refuse_hosts(job: Job, target: str, hint: str) -> None:
+    """Raises a `UsageError` if the job names hosts, although the scheduler `target` chooses them."""
+    if job.hosts:
+        raise UsageError(f"`--hosts` is `{','.join(job.hosts)}` with `--emit {target}`", f"leave it out: {hint}")
