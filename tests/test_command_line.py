@@ -13,14 +13,15 @@ import pytest
 from click.testing import CliRunner
 
 import tfdist
-from tfdist import data, models, strategies, terminal, train, world
+from tfdist import catalogue, data, models, strategies, terminal, train, world
 from tfdist.__main__ import main
 from tfdist.command_line import mistakes, options
 from tfdist.data import spec
 from tfdist.errors import CostWarning, JobWarning
 from tfdist.jobs import job_environment
 
-COMMANDS = [(name, command) for name, command in sorted(main.commands.items())]
+CONTEXT = click.Context(main)
+COMMANDS = [(name, main.get_command(CONTEXT, name)) for name in sorted(main.list_commands(CONTEXT))]
 EVERY_COMMAND = pytest.mark.parametrize(("name", "command"), [*COMMANDS, ("world", world.command)])
 
 
@@ -166,12 +167,20 @@ def test_a_dataset_is_listed_under_the_task_that_it_has():
     assert {group.lower() for group in groups.values()} - {"every task"} <= tasks
 
 
-def test_the_lists_are_shown_without_tensorflow():
+def test_a_dataset_is_listed_with_where_its_files_come_from():
+    texts = {entry["name"]: entry["description"] for entry in json.loads(answer("datasets", "--json", code=0))}
+    without_files = {"digits", "synthetic"}
+    assert {name for name, text in texts.items() if not text.endswith((*catalogue.FILES.values(),))} == without_files
+    assert texts["mnist"].endswith("Downloaded by TensorFlow Datasets.")
+    assert texts["image_folder"].endswith("Reads your files: `--data-dir FOLDER`.")
+
+
+def test_the_lists_are_shown_without_tensorflow_and_without_other_commands():
     code = (
-        "import sys; from click.testing import CliRunner; from tfdist import catalogue\n"
-        "for command in catalogue.COMMANDS.values():\n"
-        "    assert CliRunner().invoke(command, []).exit_code == 0\n"
-        "assert 'tensorflow' not in sys.modules and 'keras' not in sys.modules"
+        "import sys; from click.testing import CliRunner; from tfdist.__main__ import main\n"
+        "for command in ('strategies', 'models', 'datasets'):\n"
+        "    assert CliRunner().invoke(main, [command]).exit_code == 0\n"
+        "assert not {'tensorflow', 'keras', 'tfdist.train', 'tfdist.compare'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 

@@ -184,3 +184,16 @@ def test_batches_of_different_widths_have_none_that_could_be_repeated():
     source = tfdist.data.load("synthetic", task="text_classification", train=64, length=8, buckets=True)
     with pytest.raises(UsageError, match="different widths"):
         source.repeated_feed("train", 8)
+
+
+@pytest.mark.parametrize("make", [Source, IndexedSource])
+def test_a_source_without_a_spec_is_refused(make):
+    with pytest.raises(UsageError, match=r"`spec` of a source is `3`, of type `int`"):
+        make(3, lambda split, which: None)
+
+
+@pytest.mark.parametrize("data", [np.zeros(3), [1, 2, 3]], ids=["array", "list"])
+def test_only_a_dataset_of_tensorflow_is_sharded(data):
+    with pytest.raises(UsageError, match=r"takes a `tf.data.Dataset`, and this is of type") as raised:
+        tfdist.data.shard(data)
+    assert "per_process" in raised.value.hint

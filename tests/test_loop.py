@@ -147,10 +147,13 @@ def test_what_keras_refuses_is_refused_alike(name, arguments, error):
 
 
 @EACH
-@pytest.mark.parametrize("steps", [0, -1])
-def test_no_steps_a_call_are_refused(name, steps):
-    with refuses(UsageError, f"`steps_per_call` is {steps}"):
-        tfdist.strategy(name, steps_per_call=steps)
+@pytest.mark.parametrize(
+    ("option", "value", "minimum"),
+    [("steps_per_call", 0, 1), ("steps_per_call", -1, 1), ("seed", -1, 0), ("device_data_bytes", -1, 0)],
+)
+def test_a_number_below_its_minimum_is_refused(name, option, value, minimum):
+    with refuses(UsageError, f"`{option}` is {value}", f"use {minimum} or more"):
+        tfdist.strategy(name, **{option: value})
 
 
 def test_an_unknown_strategy_is_refused_with_the_names_there_are():

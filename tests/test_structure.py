@@ -2,6 +2,7 @@
 
 import ast
 import graphlib
+import re
 from pathlib import Path
 
 import pytest
@@ -37,6 +38,9 @@ AT_THE_TOP = {
 
 LONGEST_FUNCTION = 60  # lines
 
+# "module:attribute", of which the module is imported when it is needed.
+PLACE = re.compile(r"[\w.]+:\w+")
+
 
 def modules():
     """The path of each module of the package, by its dotted name."""
@@ -58,6 +62,8 @@ def imports(path, known):
             for alias in node.names:
                 submodule = f"{node.module}.{alias.name}"
                 yield submodule if submodule in known else node.module
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and PLACE.fullmatch(node.value):
+            yield node.value.partition(":")[0]
         for child in ast.iter_child_nodes(node):
             yield from visit(child)
 

@@ -4,37 +4,33 @@ from __future__ import annotations
 
 import click
 
-from tfdist import (
-    __version__,
-    advise,
-    catalogue,
-    compare,
-    launch,
-    memory,
-    profile,
-    report,
-    simulate,
-    terminal,
-    train,
-    verify,
-)
-from tfdist.data import __main__ as data
-from tfdist.doctor import __main__ as doctor
-from tfdist.pipeline_parallel import __main__ as stages
+from tfdist import __version__, terminal
 
+# Where each command is. Only the command that is called is imported, so that lists and help come at once.
 SECTIONS = {
-    "Train": {"train": train.command, "launch": launch.command},
-    "What there is": catalogue.COMMANDS,
-    "Before a training": {
-        "data": data.command,
-        "verify": verify.command,
-        "memory": memory.command,
-        "pipeline": stages.command,
-        "advise": advise.command,
-        "simulate": simulate.command,
+    "Train": {"train": "tfdist.train:command", "launch": "tfdist.launch:command"},
+    "What there is": {
+        "strategies": "tfdist.catalogue:strategies_command",
+        "models": "tfdist.catalogue:models_command",
+        "datasets": "tfdist.catalogue:datasets_command",
     },
-    "Measured": {"compare": compare.command, "report": report.command, "profile": profile.command},
-    "This machine": {"doctor": doctor.command, "env": doctor.environment_command},
+    "Before a training": {
+        "data": "tfdist.data.__main__:command",
+        "verify": "tfdist.verify:command",
+        "memory": "tfdist.memory:command",
+        "pipeline": "tfdist.pipeline_parallel.__main__:command",
+        "advise": "tfdist.advise:command",
+        "simulate": "tfdist.simulate:command",
+    },
+    "Measured": {
+        "compare": "tfdist.compare:command",
+        "report": "tfdist.report:command",
+        "profile": "tfdist.profile:command",
+    },
+    "This machine": {
+        "doctor": "tfdist.doctor.__main__:command",
+        "env": "tfdist.doctor.__main__:environment_command",
+    },
 }
 
 

@@ -1,14 +1,14 @@
 """`tfdist strategies`, `tfdist models` and `tfdist datasets` list what there is, and what it is for.
 
-The texts are those of the files that register a name: the first paragraph of the docstring, and the constants `TASKS`
-and `TRAITS`. None of these files is imported, so that the lists are shown at once.
+The texts are those of the files that register a name: the first paragraph of the docstring, and the constants `TASKS`,
+`FILES` and `TRAITS`. None of these files is imported, so that the lists are shown at once.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
 
 import click
 
@@ -17,6 +17,12 @@ from tfdist.data.spec import TASKS
 
 IN_ONE_PROCESS = "On the devices of one process (`--devices N`)"
 IN_SEVERAL = "In several processes (`--workers N`)"
+# Where the files of a dataset come from, by its constant `FILES`.
+FILES = {
+    "tfds": "Downloaded by TensorFlow Datasets.",
+    "manual": "Prepared by TensorFlow Datasets from files that you download.",
+    "local": "Reads your files: `--data-dir FOLDER`.",
+}
 
 
 @dataclass(frozen=True)
@@ -51,8 +57,13 @@ def of_models() -> list[Entry]:
 
 
 def of_datasets() -> list[Entry]:
-    """The datasets, by task."""
-    return _by_task(data.SOURCES, data.names())
+    """The datasets, by task, with where their files come from."""
+
+    def with_files(entry: Entry) -> Entry:
+        files = FILES.get(registry.constant(data.SOURCES, entry.name, "FILES"), "")
+        return replace(entry, description=f"{entry.description} {files}".strip())
+
+    return [with_files(entry) for entry in _by_task(data.SOURCES, data.names())]
 
 
 def _by_task(package: str, names: Sequence[str]) -> list[Entry]:
@@ -113,10 +124,3 @@ def datasets_command(as_json: bool) -> None:
         as_json,
         "docs/datasets.md has their options, and where the files are. Your own: `--dataset module:function`.",
     )
-
-
-COMMANDS: Mapping[str, click.Command] = {
-    "strategies": strategies_command,
-    "models": models_command,
-    "datasets": datasets_command,
-}

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib
 import inspect
 import os
 import re
@@ -295,13 +296,20 @@ class Program(_InSentences, click.Group):
     """A program of several commands, whose help lists each command under a heading, with its whole summary.
 
     Args:
-        sections: the commands by name, by heading.
+        sections: by heading, where each command is, as "module:attribute", by its name. A command is imported when it
+            is called, or when the help lists it.
     """
 
-    def __init__(self, name: str, sections: Mapping[str, Mapping[str, click.Command]], **named: Any):
-        commands = {name: command for section in sections.values() for name, command in section.items()}
-        super().__init__(name, commands=commands, **named)
+    def __init__(self, name: str, sections: Mapping[str, Mapping[str, str]], **named: Any):
+        super().__init__(name, **named)
         self._sections = sections
+        self._places = {name: place for section in sections.values() for name, place in section.items()}
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(self._places)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        return self._command(cmd_name) if cmd_name in self._places else None
 
     def invoke(self, ctx: click.Context) -> Any:
         with exit_on_error():
@@ -310,15 +318,19 @@ class Program(_InSentences, click.Group):
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
-        if args[0] not in self.commands and not args[0].startswith("-"):
-            raise UnknownNameError("command", args[0], self.commands)
+        if args[0] not in self._places and not args[0].startswith("-"):
+            raise UnknownNameError("command", args[0], self._places)
         return super().resolve_command(ctx, args)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        width = max(map(len, self.commands))
-        for heading, commands in self._sections.items():
+        width = max(map(len, self._places))
+        for heading, names in self._sections.items():
             with formatter.section(heading):
-                formatter.write_dl([(f"{name:{width}}", summary(command)) for name, command in commands.items()])
+                formatter.write_dl([(f"{name:{width}}", summary(self._command(name))) for name in names])
+
+    def _command(self, name: str) -> click.Command:
+        module, _, attribute = self._places[name].partition(":")
+        return cast(click.Command, getattr(importlib.import_module(module), attribute))
 
 
 def summary(command: click.Command) -> str:

@@ -147,10 +147,10 @@ class Strategy:
         compare_first_step: bool = True,
         job_settings: Mapping[str, str] | None = None,
     ):
-        if device_data_bytes is not None and device_data_bytes < 0:
-            raise UsageError(f"`device_data_bytes` is {device_data_bytes}", "use 0 or more, or leave it out")
-        if steps_per_call is not None and steps_per_call < 1:
-            raise UsageError(f"`steps_per_call` is {steps_per_call}", "use 1 or more, or leave it out")
+        least = {"device_data_bytes": (device_data_bytes, 0), "seed": (seed, 0), "steps_per_call": (steps_per_call, 1)}
+        for option, (value, minimum) in least.items():
+            if value is not None and value < minimum:
+                raise UsageError(f"`{option}` is {value}", f"use {minimum} or more, or leave it out")
         self.recompute = parse_recompute(recompute)
         self.world = World()
         self.group: ProcessGroup = Alone()

@@ -23,9 +23,13 @@ import functools
 import itertools
 import os
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from tfdist.errors import UsageError
 from tfdist.jobs.world import World
+
+if TYPE_CHECKING:
+    import tensorflow as tf
 
 
 @dataclass(frozen=True)
@@ -102,12 +106,22 @@ def per_process(data: Any) -> PerProcess:
     return PerProcess(data)
 
 
-def shard(dataset: Any) -> Any:
+def shard(dataset: tf.data.Dataset) -> tf.data.Dataset:
     """The elements of a `tf.data.Dataset` for this process: every N-th element for N processes, starting at its rank.
 
     Call it before the expensive part of a pipeline, which then runs only for the elements of this process. The elements
     must be in the same order in all processes. Pass the resulting dataset to `per_process`.
+
+    Raises:
+        UsageError: `dataset` is no `tf.data.Dataset`.
     """
+    import tensorflow as tf
+
+    if not isinstance(dataset, tf.data.Dataset):
+        raise UsageError(
+            f"`tfdist.data.shard` takes a `tf.data.Dataset`, and this is of type `{type(dataset).__name__}`",
+            "make one with `tf.data.Dataset.from_tensor_slices`; `tfdist.data.per_process` takes other data",
+        )
     world = World.detect(os.environ)
     if world.tasks_of("ps"):
         return dataset

@@ -91,7 +91,15 @@ class Source:
             bucketed: whether training batches have sentences of similar lengths, and all batches are trimmed to their
                 longest sentence.
             skipped: the bad examples that were left out, one sentence each.
+
+        Raises:
+            UsageError: `spec` is no `DataSpec`.
         """
+        if not isinstance(spec, DataSpec):
+            raise UsageError(
+                f"`spec` of a source is `{spec!r:.80}`, of type `{type(spec).__name__}`",
+                "make a `tfdist.data.DataSpec`",
+            )
         self.spec = spec
         self.skipped = tuple(skipped)
         self.has_bytes = False

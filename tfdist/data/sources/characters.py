@@ -13,6 +13,7 @@ from tfdist.errors import DataError
 from tfdist.options import Count, Fraction
 
 TASKS = ("characters",)
+FILES = "local"
 
 
 def load(

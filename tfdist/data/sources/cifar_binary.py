@@ -18,6 +18,7 @@ from tfdist.errors import UsageError
 from tfdist.options import Count, Fraction
 
 TASKS = ("classification",)
+FILES = "local"
 _SHAPE = (3, 32, 32)
 _PIXELS = 3 * 32 * 32
 

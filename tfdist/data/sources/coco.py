@@ -14,6 +14,7 @@ from tfdist.data.sources.coco_folder import source_of
 from tfdist.options import Count, Fraction, Size
 
 TASKS = ("segmentation",)
+FILES = "tfds"
 _ADDRESS = "http://images.cocodataset.org/"
 ARCHIVES = {
     "train2017": _ADDRESS + "zips/train2017.zip",

@@ -19,6 +19,7 @@ from tfdist.errors import DataError
 from tfdist.options import Count, Fraction, Size
 
 TASKS = ("segmentation",)
+FILES = "local"
 
 
 def load(

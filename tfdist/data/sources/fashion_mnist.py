@@ -8,6 +8,7 @@ from tfdist.data.formats import tfds
 from tfdist.data.input.source import Source
 
 TASKS = ("classification",)
+FILES = "tfds"
 
 
 def load(data_dir: str | PathLike[str] | None = None) -> Source:

@@ -23,6 +23,7 @@ from tfdist.errors import DataError
 from tfdist.options import Count, Size
 
 TASKS = ("classification",)
+FILES = "local"
 _FOLDERS = {"train": ("train",), "validation": ("validation", "val"), "test": ("test",)}
 
 

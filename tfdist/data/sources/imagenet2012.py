@@ -15,6 +15,7 @@ from tfdist.errors import DataError
 from tfdist.options import Count, Size
 
 TASKS = ("classification",)
+FILES = "manual"
 ARCHIVES = ("ILSVRC2012_img_train.tar", "ILSVRC2012_img_val.tar")
 MANUAL = Path("downloads", "manual")
 

@@ -9,6 +9,7 @@ from tfdist.data.input.source import Source
 from tfdist.options import Count
 
 TASKS = ("text_classification",)
+FILES = "tfds"
 
 
 def load(

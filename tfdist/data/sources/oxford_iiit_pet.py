@@ -10,6 +10,7 @@ from tfdist.data.input.pictures import SHUFFLE_BUFFER, PictureSource
 from tfdist.options import Count, Size
 
 TASKS = ("segmentation",)
+FILES = "tfds"
 
 
 def load(

@@ -15,6 +15,7 @@ from tfdist.errors import DataError, UsageError
 from tfdist.options import Count
 
 TASKS = ("translation",)
+FILES = "local"
 
 
 def load(

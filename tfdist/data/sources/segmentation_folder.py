@@ -23,6 +23,7 @@ from tfdist.errors import DataError, UsageError
 from tfdist.options import Count, Size
 
 TASKS = ("segmentation",)
+FILES = "local"
 
 
 def load(

@@ -26,6 +26,7 @@ from tfdist.errors import UsageError
 from tfdist.options import Count, CountOrZero
 
 TASKS = ("text_classification",)
+FILES = "local"
 
 
 def load(

@@ -14,6 +14,7 @@ from tfdist.errors import UnknownNameError
 from tfdist.options import Count
 
 TASKS = ("translation",)
+FILES = "tfds"
 
 
 def load(
