@@ -22,7 +22,7 @@ class HorovodStrategy(DataParallel):
     """Trains on all processes of a job, over MPI or Gloo.
 
     Args:
-        timeline: the file for Horovod's timeline of this job, see `tfdist.groups.horovod`.
+        timeline: the file for Horovod's timeline of this job, see docs/horovod.md.
         options: see `tfdist.data_parallel.strategy.DataParallel`.
     """
 

@@ -33,7 +33,7 @@ class PipelineOptions(base.Strategy):
         micro_batches: the number of parts of a global batch, which go through the stages one after the other; 1 is
             layer-wise model parallelism, where only one device computes at a time.
         schedule: the order in which a stage computes micro-batches: "gpipe", "1f1b", or "2bw", which takes gradients at
-            the weights from before the last update; see `tfdist.pipeline_parallel.schedule`.
+            the weights from before the last update; see docs/pipeline.md.
         balance: what the stages have equal amounts of: "time", which is measured, or "memory".
         stages: the name of the first layer of each stage except the first; `None` chooses by `balance`.
         options: see `tfdist.strategies.base.Strategy`, and in a job `tfdist.training.job_strategy.JobStrategy`.

@@ -7,7 +7,9 @@ import subprocess
 import sys
 
 import pytest
+from click.testing import CliRunner
 
+from tfdist.compare import command
 from tfdist.run.folder import load_record
 
 FEW = ["--model", "mlp", "--dataset", "digits", "--steps", "5", "--epochs", "2"]
@@ -35,6 +37,8 @@ def test_two_strategies_are_measured_in_turns_and_reported(tmp_path):
     # The order within a round is drawn.
     assert re.search(r"\[1/4\] round 1: (single|custom on 1), mlp on digits, global batch 32: ", done.stderr)
     assert "left] round 2: custom on 1" in done.stderr
+    assert done.stderr.startswith("4 runs, ")
+    assert re.search(r"^strategy +times as fast +epoch, s +warm-up, s +runs *\nsingle +1 \(base\) ", done.stdout, re.M)
     report = (tmp_path / "study" / "report.md").read_text()
     assert "| custom on 1 |" in report and "| single | 1 (base) |" in report
     record = load_record(tmp_path / "study" / "runs" / "mlp-digits-32-custom-1" / "round-1")
@@ -49,6 +53,15 @@ def test_two_strategies_are_measured_in_turns_and_reported(tmp_path):
     elsewhere = tfdist("report", "study", "--out", "elsewhere", *more, cwd=tmp_path)
     assert len(list((tmp_path / "events").glob("mlp-digits-32-*"))) == 4
     assert elsewhere.returncode == 0 and "| price |" in (tmp_path / "elsewhere" / "report.md").read_text()
+
+
+def test_more_steps_than_an_epoch_has_are_refused_before_the_first_run(tmp_path):
+    options = ["--strategies", "single", "--model", "mlp", "--dataset", "digits", "--steps", "43"]
+    options += ["--out", str(tmp_path / "study")]
+    done = CliRunner().invoke(command, options)
+    assert done.exit_code == 2
+    assert "`--steps` is 43, and an epoch of `digits` has 42 whole steps at a global batch of 32" in done.output
+    assert not (tmp_path / "study").exists()
 
 
 FAILS_ONCE = """

@@ -19,7 +19,7 @@ from tfdist import data, extras, models, train
 from tfdist.errors import RunFolderError, UnknownNameError, UsageError
 from tfdist.run import config as configs
 from tfdist.run import folder as folders
-from tfdist.run import resuming, schema, session
+from tfdist.run import recorder, resuming, schema, session
 from tfdist.run.folder import RunFolder, load_record
 
 QUICK = ["--dataset", "synthetic", "--model", "mlp", "--limit", "640"]
@@ -327,6 +327,14 @@ def test_a_config_is_checked_when_it_is_made_in_python_too():
         configs.TrainConfig(strategy="single", model="mlp", dataset="digits", optimizer="no")
     with pytest.raises(UsageError):
         configs.TrainConfig(strategy="single", model="mlp", dataset="digits", limit=0)
+
+
+@pytest.mark.parametrize(("dataset", "values"), [("synthetic", "bytes divided by 255"), ("digits", "divided by 16)")])
+def test_the_end_says_how_the_pixels_were_scaled(tmp_path, dataset, values):
+    source = data.load(dataset)
+    model = keras.Sequential([keras.Input(source.spec.input_shape), keras.layers.Flatten()])
+    (_, (row, text)) = recorder.rows(model, source, dataset, tmp_path / "model.keras")
+    assert row == "input" and "pixels from 0 to 1 (" in text and values in text
 
 
 @pytest.mark.thorough

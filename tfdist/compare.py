@@ -97,6 +97,7 @@ def _compare(
     _require(settings, {"contestants": "--strategies", "models": "--model", "datasets": "--dataset"})
     study = plan.Plan(**settings)
     _check_names(study)
+    _check_steps(study)
     if resume and out is None:
         raise UsageError("`--resume` needs `--out`, which is not set", "name the study's folder with `--out`")
     folder = out or Path("studies") / f"{datetime.now(UTC):%Y%m%d-%H%M%S}"
@@ -128,11 +129,29 @@ def _check_names(study: plan.Plan) -> None:
                 registry.require_known(name, kind, known)
 
 
+def _check_steps(study: plan.Plan) -> None:
+    """Raises `UsageError` before the first run if an epoch of a dataset has fewer than `study.steps` steps."""
+    if study.steps is None:
+        return
+    options = registry.parse_options(study.train.get("data_option") or (), "--data-option")
+    for dataset in study.datasets:
+        source = data.load(dataset, study.train.get("data_dir"), **options)
+        for batch_size in study.batch_sizes:
+            available = source.spec.examples["train"] // batch_size
+            if study.steps > available:
+                raise UsageError(
+                    f"`--steps` is {study.steps}, and an epoch of `{dataset}` has {available} whole steps at a global "
+                    f"batch of {batch_size}",
+                    "use fewer steps, a smaller batch, or a dataset with more examples",
+                )
+
+
 def run(study: plan.Plan, out: Path, resume: bool, run_seconds: float) -> bool:
     """Makes the runs of a study in `out`, and returns whether a run failed."""
     begun = measure.begin(study, out, resume)
     results: list[measure.Measured] = []
     with Display(Console(stderr=True)) as display:
+        display.announce(*(rounds * len(study.cells()) for rounds, _ in (begun.looks[0], begun.looks[-1])))
         for turns in stages.of(study, begun, out):
             remaining = [turn for turn in turns if not measure.is_done(turn)]
             display.extend(len(turns), len(turns) - len(remaining))
@@ -166,6 +185,11 @@ class Display:
     def __exit__(self, *_: object) -> None:
         if self._console.is_terminal:
             self._live.stop()
+
+    def announce(self, least: int, most: int) -> None:
+        """Prints how many runs the study has at least and at most, without those with a trace."""
+        number = f"{least}" if least == most else f"{least} to {most}"
+        self._console.print(f"{number} runs, each in processes of its own", highlight=False)
 
     def extend(self, runs: int, done: int) -> None:
         """Adds the runs of a stage, of which `done` were made earlier."""

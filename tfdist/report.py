@@ -94,12 +94,24 @@ def show(folders: Sequence[Path], out: Path, prices: Prices, tensorboard: Path |
         ) from error
     with terminal.guarded_stdout(needed=True):
         for comparison in comparisons:
-            lines = [summary.answer(comparison), *summary.notes(comparison), *summary.doubtful(comparison)]
-            click.echo("\n".join(lines))
+            click.echo(summary.answer(comparison))
+            _print(summary.speeds(comparison))
+            for line in (*summary.notes(comparison), *summary.doubtful(comparison)):
+                click.echo(line)
         for line in summary.verdicts(verdicts.of(comparisons)):
             click.echo(line)
         click.echo(out / "report.html")
     return html
+
+
+def _print(table: summary.Table) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    shown = Table(*table.headings, box=None, pad_edge=False)
+    for row in table.rows:
+        shown.add_row(*row)
+    Console(soft_wrap=True, highlight=False, markup=False).print(shown)
 
 
 def write_events(comparisons: Sequence[Comparison], folder: Path) -> None:

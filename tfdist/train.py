@@ -572,10 +572,9 @@ def _advise(config: TrainConfig, folder: RunFolder, stderr: TextIO, reason: str)
     from tfdist.checkpointing import format as checkpoints
 
     ended = "Interrupted" if reason == process_exit.CTRL_C else f"Ended by {reason}"
-    if checkpoints.paths(folder.checkpoints):
-        line = f"{ended}; continue with `python -m tfdist.train --resume --run-dir {shlex.quote(str(folder.path))}`"
-    else:
-        line = f"{ended} before the first checkpoint; start over with the same command, and another `--run-dir`"
+    has_checkpoint = bool(checkpoints.paths(folder.checkpoints))
+    advice = f"{ended}; continue" if has_checkpoint else f"{ended} before the first checkpoint; start over"
+    line = f"{advice} with `python -m tfdist.train --resume --run-dir {shlex.quote(str(folder.path))}`"
     with contextlib.suppress(OSError):
         click.echo(line, file=stderr)
 

@@ -237,6 +237,28 @@ def test_ray_tune_finds_the_better_of_two_trainings(tmp_path, environment):
 
 @pytest.mark.thorough
 @pytest.mark.independent
+def test_kerastuner_trains_trials_at_the_same_time(tmp_path, environment):
+    pytest.importorskip("keras_tuner", reason="KerasTuner is not installed")
+    page = (ROOT / "docs" / "trackers_and_tuners.md").read_text(encoding="utf-8")
+    (program,) = re.findall(r"```python\n((?:(?!```).)*^import keras_tuner\n.*?)```", page, re.DOTALL | re.MULTILINE)
+    (tmp_path / "program.py").write_text(program.replace(":8000", f":{free_ports(1)[0]}"), encoding="utf-8")
+    done = subprocess.run(
+        [sys.executable, "program.py"],
+        cwd=tmp_path,
+        env=clean_environment() | environment,
+        capture_output=True,
+        text=True,
+        timeout=RUN_SECONDS,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    trials = re.findall(r"^\((?:np\.float64\()?([\d.]+)\)?, {'units': (\d+)}\)$", done.stdout, re.MULTILINE)
+    assert len({units for _, units in trials}) == 4
+    assert max(float(score) for score, _ in trials) > 0.3
+
+
+@pytest.mark.thorough
+@pytest.mark.independent
 def test_workers_that_are_added_by_ray_change_no_weight(tmp_path, of_one_device, add_node):
     """Ray starts with one worker, and with two as soon as the cluster has a second node."""
     first = add_node().started()

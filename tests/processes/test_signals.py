@@ -47,9 +47,8 @@ def test_before_the_first_checkpoint_the_line_says_how_to_start_over(tmp_path):
         code, _, err = job.end()
     assert code == 128 + signal.SIGTERM
     assert not list((run_dir / "checkpoints").glob("*.ckpt"))
-    assert said(err) == [
-        "Ended by SIGTERM before the first checkpoint; start over with the same command, and another `--run-dir`"
-    ]
+    command = f"python -m tfdist.train --resume --run-dir {run_dir}"
+    assert said(err) == [f"Ended by SIGTERM before the first checkpoint; start over with `{command}`"]
 
 
 @pytest.mark.thorough

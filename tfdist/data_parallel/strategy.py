@@ -46,7 +46,7 @@ class DataParallel(JobStrategy):
         dense_below_bytes: sparse gradients of tables below this size are sent as dense tensors; not for adaptive
             optimizers, see `tfdist.groups.ProcessGroup`.
         shard: "optimizer" or "gradients" shards the state of optimizers over the processes, see
-            `tfdist.data_parallel.sharding`; `None` keeps the whole state in each process.
+            docs/sharding.md; `None` keeps the whole state in each process.
         speeds: sizes of the replicas' parts of a global batch in proportion to each other, such as "3,1"; "auto"
             measures them; `None` makes them equal. See `tfdist.interface.speeds`.
         stages: the number of stages of a pipeline in each process, each on its own device; 1 trains without a pipeline.

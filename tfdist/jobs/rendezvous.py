@@ -21,6 +21,7 @@ import json
 import os
 import selectors
 import socket
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -47,13 +48,14 @@ from tfdist.jobs.connections import (
     gone,
     hung_up,
 )
-from tfdist.jobs.job_environment import SECRET_FILE, START_SECONDS
+from tfdist.jobs.job_environment import JOB, SECRET_FILE, START_SECONDS
 from tfdist.jobs.tf_config import Task, means_itself
 from tfdist.jobs.world import World
 from tfdist.options import checked_seconds
 
 SECONDS_BETWEEN_TRIES = 0.1
 SECONDS_TO_CONNECT = 5.0
+SECONDS_TO_SAY = 5.0
 SECONDS_TO_FIRST_BYTE = 3.0
 SMALLEST_BACKLOG = 128
 # The first frame of an HTTP/2 server, such as TensorFlow's, after the three bytes of its length: type 4, no flags,
@@ -119,7 +121,8 @@ def joined(world: World, settings: Mapping[str, str], deadline_seconds: float) -
         settings = {CLUSTER: described_cluster(world.cluster()), **settings}
         listener = _listen(task, world.world_size)
         with contextlib.closing(ChiefServer(world, settings, listener, deadline, deadline_seconds, key)) as server:
-            refusal = server.serve()
+            with _waiting_is_said(lambda: world.named_all(server.missing()), deadline_seconds):
+                refusal = server.serve()
             if refusal is not None:
                 raise refusal.error()
             yield server.exchange
@@ -132,7 +135,8 @@ def joined(world: World, settings: Mapping[str, str], deadline_seconds: float) -
         cluster=described_cluster(world.cluster()),
         settings=dict(settings),
     )
-    reached = _ask_chief(world, hello, key, deadline)
+    with _waiting_is_said(lambda: f"{world.named(0)}, the chief, and those that it waits for", deadline_seconds):
+        reached = _ask_chief(world, hello, key, deadline)
     if reached is None:
         yield None
         return
@@ -141,6 +145,21 @@ def joined(world: World, settings: Mapping[str, str], deadline_seconds: float) -
         if answer.refusal is not None:
             raise answer.refusal.error()
         yield functools.partial(_exchange_through_chief, connection, world.tasks[0], deadline_seconds)
+
+
+@contextlib.contextmanager
+def _waiting_is_said(for_whom: Callable[[], str], seconds: float) -> Iterator[None]:
+    """Says after a moment for whom a process waits that was started by hand; a launcher says it itself."""
+    timer = threading.Timer(
+        SECONDS_TO_SAY, lambda: terminal.say(f"Waiting for {for_whom()}, for at most {seconds:g} s")
+    )
+    timer.daemon = True
+    if JOB not in os.environ:
+        timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 def begun_without(world: World) -> ClusterError:
@@ -459,7 +478,7 @@ class ChiefServer:
         """Waits for all ranks, and returns the refusal that was sent to all of them, if any."""
         while self.refusal is None and len(self.settings) < self.world.world_size:
             if time.monotonic() >= self.deadline:
-                self.refusal = self._missing()
+                self.refusal = self._refusal_of_missing()
                 break
             self.reception.close_late()
             self._handle_events(min(self.deadline, self.reception.next_deadline))
@@ -553,8 +572,12 @@ class ChiefServer:
         while condition() and time.monotonic() < until:
             self._handle_events(until)
 
-    def _missing(self) -> SentError:
-        missing = [rank for rank in range(self.world.world_size) if rank not in self.settings]
+    def missing(self) -> list[int]:
+        """The ranks that have not yet come."""
+        return [rank for rank in range(self.world.world_size) if rank not in self.settings]
+
+    def _refusal_of_missing(self) -> SentError:
+        missing = self.missing()
         refused = "".join(f". A connection from {host} was refused: {why}" for host, why in self._refused())
         more = f", and give all of them the same `{SECRET_FILE}`" if refused else ""
         return SentError(

@@ -315,7 +315,7 @@ def as_text(summary: Summary) -> str:
     rows += [(f"{op.share:.1%}", f"{op.self_microseconds / 1e3:.2f} ms", op.type, op.name) for op in summary.ops]
     share, time, kind, _ = (max(map(len, column)) for column in zip(*rows, strict=True))
     lines = [f"{s:>{share}}  {t:>{time}}  {k:<{kind}}  {name}" for s, t, k, name in rows]
-    title = f"The {len(summary.ops)} most expensive ops of {summary.steps} steps, summed over replicas"
+    title = f"The {len(summary.ops)} most expensive ops of {summary.steps} steps, on all replicas of this process"
     waited = "" if summary.input_share is None else f"\n{summary.input_share:.1%} of a step waited for input"
     step_text = "" if summary.breakdown is None else "\n" + breakdown.as_text(summary.breakdown)
     stages_text = "" if summary.stages is None else "\n" + stages.as_text(summary.stages)

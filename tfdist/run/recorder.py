@@ -32,16 +32,16 @@ from tfdist.run.folder import RunFolder
 from tfdist.run.schema import RunRecord
 
 
-def rows(model: keras.Model, spec: DataSpec, dataset: str, path: Path) -> list[tuple[str, str]]:
+def rows(model: keras.Model, source: data.Source, dataset: str, path: Path) -> list[tuple[str, str]]:
     """The rows `load` and `input` of the final table: how to load the saved model, and what input it takes.
 
     Args:
         model: the trained model.
-        spec: the facts about the dataset.
+        source: the dataset.
         dataset: the dataset's name as the user wrote it.
         path: the file of the model.
     """
-    return [("load", loading(model, path)), ("input", f"{_inputs(model, spec)}; {_content(spec, dataset)}")]
+    return [("load", loading(model, path)), ("input", f"{_inputs(model, source.spec)}; {_content(source, dataset)}")]
 
 
 def loading(model: keras.Model, path: Path) -> str:
@@ -78,14 +78,21 @@ def _dtype_and_shape(dtype: str, shape: Any) -> str:
     return f"{dtype} [{', '.join(['N', *('any' if size is None else str(size) for size in shape)])}]"
 
 
-def _content(spec: DataSpec, dataset: str) -> str:
+def _content(source: data.Source, dataset: str) -> str:
+    spec = source.spec
     if ":" in dataset:
         return f"scaled as `{dataset}` returns it"
     if spec.vocabulary:
         return "word IDs, the lines of vocabulary.txt counted from 0"
     if spec.vocabulary_size:
         return "token IDs, as the dataset returns them"
-    return "pixels from 0 to 1 (bytes divided by 255)" if len(spec.input_shape) == 3 else "as the dataset returns it"
+    if len(spec.input_shape) != 3:
+        return "as the dataset returns it"
+    # Pictures in files are bytes; other values are divided by something else.
+    values = (
+        "bytes divided by 255" if source.divisor in (1, 255) else f"the dataset's values divided by {source.divisor}"
+    )
+    return f"pixels from 0 to 1 ({values})"
 
 
 class RecordedRun(Protocol):

@@ -198,7 +198,7 @@ class Session:
                 with writing(self.folder.path):
                     files.write_atomically(self.folder.model, model.save)
         if strategy.world.is_chief:
-            self.usage = recorder.rows(model, source.spec, config.dataset, self.folder.model)
+            self.usage = recorder.rows(model, source, config.dataset, self.folder.model)
         self._show_task(model, source, strategy)
         if self._profile is not None and self._profile.traced and strategy.world.is_chief:
             self._write_profile()

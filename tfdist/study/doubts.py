@@ -70,7 +70,7 @@ def _short_epochs(rows: list[Row]) -> Iterator[str]:
         names = ", ".join(f"`{row.cell.name}`" for row in short)
         yield (
             f"Epochs of {names} are shorter than {SHORT_EPOCH_SECONDS:g} s (the shortest takes {shortest:.2g} s), so "
-            "that fixed costs and single pauses count: use more data, or a larger `--steps`."
+            "that fixed costs and single pauses count: use a dataset with more examples, or a larger model."
         )
 
 

@@ -133,6 +133,12 @@ def figures(comparison: Comparison) -> Table:
     return _table(comparison, {name: text for columns in _GROUPS.values() for name, text in columns.items()})
 
 
+def speeds(comparison: Comparison) -> Table:
+    """Returns how many times as fast each strategy is, with the intervals, and the times of an epoch."""
+    shown = ("times as fast", "epoch, s", "warm-up, s", "runs")
+    return _table(comparison, {name: _SPEED[name] for name in shown})
+
+
 def figures_by_group(comparison: Comparison) -> dict[str, Table]:
     """Returns the figures of a case as several tables, by their titles."""
     tables = {title: _table(comparison, columns) for title, columns in _GROUPS.items()}

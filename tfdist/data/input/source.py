@@ -75,6 +75,7 @@ class Source:
         origin: how another process can load it; `None` if it was not made by `tfdist.data.load`.
         skipped: the bad examples that were left out, one sentence each.
         bucketed: whether the batches of sentences have different widths.
+        divisor: a model sees the values of x divided by it.
         has_bytes: whether an example that was read has bytes (uint8) above 1, such as pixels that were not scaled.
     """
 
@@ -105,7 +106,7 @@ class Source:
         self.has_bytes = False
         self.origin: Origin | None = None
         self._read = read
-        self._divisor = divisor
+        self.divisor = divisor
         self.bucketed = bucketed
         self._stored: dict[str, StoredArrays] = {}
         self._pipelines: dict[FeedArguments, ArrayFeed | LargeExamples] = {}
@@ -188,8 +189,8 @@ class Source:
         self._check_split(split)
         if split not in self._stored:
             x, y = self._read(split, self.spec.examples[split])
-            self._stored[split] = StoredArrays(self.spec, checked(self.spec, split, x, y), self._divisor)
-            bytes_read = self._divisor == 1 and getattr(x, "dtype", None) == np.uint8
+            self._stored[split] = StoredArrays(self.spec, checked(self.spec, split, x, y), self.divisor)
+            bytes_read = self.divisor == 1 and getattr(x, "dtype", None) == np.uint8
             self.has_bytes |= bytes_read and bool(np.max(x, initial=0) > 1)
         return self._stored[split]
 
@@ -408,7 +409,7 @@ class Source:
         order_of = self._order_of(arguments)
         stored = self._examples(arguments.split)
         then = self._trimmed(stored.arrays[0], batch_size) if self.bucketed else augmented
-        transform = ToModelTypes(self.spec, self._divisor, then)
+        transform = ToModelTypes(self.spec, self.divisor, then)
         if arguments.stream_positions:
             stream, position = order.stream_positions(len(stored.arrays[1]), batch_size)
             x = {"tokens": stored.arrays[0], "stream": stream, "position": position}

@@ -6,6 +6,7 @@ from the index of the pod. The pods of all three are otherwise the same.
 
 Synopsis:
 
+    >>> from tfdist.launcher.job import Job
     >>> job = Job(("-m", "tfdist.train", "--strategy", "multiworker"), workers=4)
     >>> slurm(job).splitlines()[-1]
     'srun --kill-on-bad-exit=1 --label --distribution=block python -m tfdist.train --strategy multiworker'
