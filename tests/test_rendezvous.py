@@ -11,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from tfdist import terminal
 from tfdist.errors import ClusterError, DisagreementError
 from tfdist.jobs import rendezvous, secret, world
 from tfdist.jobs.connections import LONGEST_LINE_BYTES, Reception, as_line
@@ -56,6 +57,23 @@ def meet_all(calls):
 
 def test_everyone_goes_on_when_all_are_there_in_whatever_order_they_come(worlds):
     assert meet_all([(worlds[0], CARD, 20, 0.3), (worlds[1], CARD, 20, 0.0), (worlds[2], CARD, 20, 0.6)]) == [True] * 3
+
+
+@pytest.mark.parametrize("started_by_hand", [True, False])
+def test_processes_started_by_hand_say_for_whom_they_wait(worlds, monkeypatch, started_by_hand):
+    said = []
+    monkeypatch.setattr(rendezvous, "SECONDS_TO_SAY", 0.2)
+    monkeypatch.setattr(terminal, "say", lambda line: said.append(line) if line.startswith("Waiting") else None)
+    monkeypatch.delenv("TFDIST_JOB", raising=False)
+    if not started_by_hand:
+        monkeypatch.setenv("TFDIST_JOB", "a-job")
+    meet_all([(worlds[0], CARD, 1.0), (worlds[1], CARD, 1.0)])
+    first, missing = worlds[0].tasks[0].address, worlds[2].tasks[2].address
+    lines = {
+        f"Waiting for worker 2 ({missing}), for at most 1 s",
+        f"Waiting for worker 0 ({first}), the chief, and those that it waits for, for at most 1 s",
+    }
+    assert set(said) == (lines if started_by_hand else set())
 
 
 def test_a_world_of_one_waits_for_nobody():
