@@ -130,7 +130,7 @@ def load(data_dir=None):
 
     return tfdist.data.IndexedSource(spec, read_at)
 """
-INPUTS = ("--input", "real,synthetic", "--strategies", "single", "--repeats", "2", "--epochs", "3", "--out", "study")
+INPUTS = ("--input", "real,synthetic", "--strategies", "single", "--repeats", "3", "--epochs", "3", "--out", "study")
 
 
 def bounds(folder):
