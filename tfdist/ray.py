@@ -27,6 +27,7 @@ import numpy as np
 from tfdist import extras
 from tfdist.callbacks.checkpoint import Checkpoint
 from tfdist.errors import UsageError
+from tfdist.options import checks_arguments
 
 with extras.importing("ray", "`tfdist.ray`"):
     import ray.train
@@ -47,11 +48,13 @@ class Report(Checkpoint):
         every_epochs: the number of epochs between checkpoints. The last epoch has always one.
 
     Raises:
-        UsageError: this is not a worker of Ray Train; or it is the second `fit` with such a callback.
+        UsageError: this is not a worker of Ray Train; it is the second `fit` with such a callback; or Ray has several
+            workers, and the model has no strategy.
     """
 
     _is_used: ClassVar[bool] = False  # in this process, which Ray starts for one call of the training function
 
+    @checks_arguments
     def __init__(self, every_steps: int | None = None, every_epochs: int | None = 1):
         try:
             reported = ray.train.get_checkpoint()
@@ -67,7 +70,13 @@ class Report(Checkpoint):
             reported.to_directory(self.folder)
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
-        """Refuses a second `fit`, and chooses the checkpoint that is resumed."""
+        """Refuses a `fit` that is the second or has no strategy, and chooses the checkpoint that is resumed."""
+        workers = ray.train.get_context().get_world_size()
+        if self._strategy is None and workers > 1:
+            raise UsageError(
+                f"`fit` runs without a strategy, and each of Ray's {workers} workers would train a model of its own",
+                'make `strategy = tfdist.strategy("multiworker")`, and call `strategy.prepare(model)` before `fit`',
+            )
         if Report._is_used:
             raise UsageError(
                 "`tfdist.ray.Report` is used a second time in this training function, and only one `fit` can continue "

@@ -39,6 +39,7 @@ from tfdist.jobs import job_environment, ports
 from tfdist.jobs.world import World
 from tfdist.launcher import call, lifetime
 from tfdist.launcher import function as calls
+from tfdist.options import checks_arguments
 
 with extras.importing("spark", "`tfdist.spark`"):
     from py4j.protocol import Py4JJavaError
@@ -53,6 +54,7 @@ START_SECONDS = 60
 _FAILED = "tfdist-failure: "
 
 
+@checks_arguments
 def run(
     function: Callable[..., Any],
     args: Sequence[Any] = (),

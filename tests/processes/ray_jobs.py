@@ -100,19 +100,20 @@ def train_on_ray_data(config):
 
 
 def train_in_phases(config):
-    """Two calls of `fit` with a `Report`, and a metric with a value for each class."""
+    """Calls of `fit` with a `Report`, one of them without a strategy, and a metric with a value for each class."""
     strategy = tfdist.strategy("multiworker", seed=7)
     with strategy.scope():
         model = compiled_model()
         model.compile("sgd", "categorical_crossentropy", metrics=[keras.metrics.F1Score(average=None)])
     strategy.prepare(model)
     x, y = arrays()
-    y = keras.utils.to_categorical(y, 10)
-    model.fit(x, y, batch_size=BATCH, epochs=1, callbacks=[tfdist.ray.Report()], verbose=0)
-    try:
-        model.fit(x, y, batch_size=BATCH, epochs=1, callbacks=[tfdist.ray.Report()], verbose=0)
-    except UsageError as error:
-        print("refused:", error.sentence, flush=True)
+    classes = keras.utils.to_categorical(y, 10)
+    model.fit(x, classes, batch_size=BATCH, epochs=1, callbacks=[tfdist.ray.Report()], verbose=0)
+    for another, targets in ((model, classes), (compiled_model(), y)):
+        try:
+            another.fit(x, targets, batch_size=BATCH, epochs=1, callbacks=[tfdist.ray.Report()], verbose=0)
+        except UsageError as error:
+            print("refused:", error.sentence, flush=True)
 
 
 def save(model, folder, world):
@@ -191,7 +192,7 @@ def tuned(folder):
 
 
 def phases(folder):
-    """Two calls of `fit` in one training function."""
+    """Several calls of `fit` in one training function."""
     print("values of the metric", len(trainer(folder, loop=train_in_phases).fit().metrics["f1_score"]))
 
 

@@ -220,12 +220,13 @@ def test_workers_with_different_data_are_refused(tmp_path, environment):
 
 @pytest.mark.thorough
 @pytest.mark.independent
-def test_a_second_fit_with_a_report_is_refused_instead_of_continuing_the_first_and_metrics_may_be_arrays(
+def test_a_report_refuses_a_second_fit_and_one_without_a_strategy_and_takes_metrics_that_are_arrays(
     tmp_path, environment
 ):
     code, text = run("phases", tmp_path, environment)
     assert code == 0, text
     assert len(workers_that_say("refused: `tfdist.ray.Report` is used a second time", text)) == 2
+    assert len(workers_that_say("refused: `fit` runs without a strategy", text)) == 2
     assert "values of the metric 10\n" in text
 
 
