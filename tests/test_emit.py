@@ -88,7 +88,7 @@ def test_an_elastic_job_is_not_emitted_as_one_that_is_not(target):
 
 
 @pytest.mark.parametrize(
-    "options", [["--mpi"], ["--on", "ray"], ["--expose"], ["--verbose"], ["--log-dir", "logs"], ["--ssh-options", "-v"]]
+    "options", [["--mpi"], ["--expose"], ["--verbose"], ["--log-dir", "logs"], ["--ssh-options", "-v"]]
 )
 def test_options_of_the_launcher_that_a_scheduler_would_ignore_are_refused(options):
     done = CliRunner().invoke(launch.command, [*options, "--emit", "kubernetes", "script.py"])

@@ -98,8 +98,9 @@ def command(
                 f"`--elastic` and `--emit {emit}` are both set, but a job of this scheduler has a fixed size",
                 "use `--restarts`: after a failure or a preemption all processes restart from the last checkpoint",
             )
-        given = {"--on": wanted.on, "--mpi": wanted.mpi, "--expose": wanted.expose, "--ssh-options": ssh_options}
-        _refuse_without_effect(given | {"--log-dir": log_dir, "--verbose": wanted.verbose}, emit)
+        given = {f"--on {wanted.on}": wanted.on, "--mpi": wanted.mpi, "--expose": wanted.expose}
+        given |= {"--ssh-options": ssh_options, "--log-dir": log_dir, "--verbose": wanted.verbose}
+        _refuse_without_effect(given, emit)
         return _emit(wanted, emit)
     if elastic:
         return _run_elastic(wanted, elastic_job, hostfile)
