@@ -88,6 +88,15 @@ def test_an_elastic_job_is_not_emitted_as_one_that_is_not(target):
     assert f"`--elastic` and `--emit {target}` are both set" in done.output and "hint: use `--restarts`" in done.output
 
 
+@pytest.mark.parametrize(
+    "options", [["--mpi"], ["--expose"], ["--verbose"], ["--log-dir", "logs"], ["--ssh-options", "-v"]]
+)
+def test_options_of_the_launcher_that_a_scheduler_would_ignore_are_refused(options):
+    done = CliRunner().invoke(launch.command, [*options, "--emit", "kubernetes", "script.py"])
+    assert done.exit_code == 2
+    assert f"error: `{options[0]}` and `--emit kubernetes` are both set" in done.output and "\nhint: " in done.output
+
+
 def path():
     """A PATH on which `python` is the one that runs this test."""
     return f"{Path(sys.executable).parent}:{os.environ['PATH']}"

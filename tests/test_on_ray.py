@@ -60,3 +60,13 @@ def test_the_callback_without_ray_is_refused_in_a_sentence(monkeypatch):
     monkeypatch.delitem(sys.modules, "tfdist.ray", raising=False)
     with pytest.raises(UsageError, match=r"`tfdist\.ray` needs the package `ray`, which is not installed"):
         tfdist.ray.Report()
+
+
+@pytest.mark.parametrize("address", ["node1", "atuo", "node1:", ":6379", "node1:port"])
+def test_an_address_of_no_cluster_is_refused_in_a_sentence(address, monkeypatch, tmp_path):
+    pytest.importorskip("ray", reason="Ray is not installed: `pip install 'ray[train,tune]'`")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("RAY_ADDRESS", address)
+    done = CliRunner().invoke(launch.command, ["--on", "ray", "script.py"])
+    assert done.exit_code == 2, done.output
+    assert f"`RAY_ADDRESS` is `{address}`, which is not `HOST:PORT`" in done.output and "hint: set it to" in done.output

@@ -6,6 +6,7 @@ Nothing slow is imported here; `tfdist.launcher` starts the processes.
 from __future__ import annotations
 
 import shlex
+from collections.abc import Mapping
 from pathlib import Path
 
 import click
@@ -97,8 +98,9 @@ def command(
                 f"`--elastic` and `--emit {emit}` are both set, but a job of this scheduler has a fixed size",
                 "use `--restarts`: after a failure or a preemption all processes restart from the last checkpoint",
             )
-        if wanted.on:
-            raise UsageError(f"`--on {wanted.on}` and `--emit {emit}` are both set", "leave one of them out")
+        given = {f"--on {wanted.on}": wanted.on, "--mpi": wanted.mpi, "--expose": wanted.expose}
+        given |= {"--ssh-options": ssh_options, "--log-dir": log_dir, "--verbose": wanted.verbose}
+        _refuse_without_effect(given, emit)
         return _emit(wanted, emit)
     if elastic:
         return _run_elastic(wanted, elastic_job, hostfile)
@@ -121,6 +123,16 @@ def _run_elastic(wanted: job.Job, elastic_job: ElasticOptions, hostfile: Path | 
         option = "--ps" if wanted.ps else "--mpi" if wanted.mpi else "--on"
         raise UsageError(f"`{option}` and `--elastic` are both set", "leave one of them out")
     return elastic.run(wanted, elastic_job.members(hostfile, wanted.hosts, wanted.workers))
+
+
+def _refuse_without_effect(given: Mapping[str, object], kind: str) -> None:
+    """Refuses options that say how the launcher starts processes, if a scheduler starts them."""
+    for option, value in given.items():
+        if value:
+            raise UsageError(
+                f"`{option}` and `--emit {kind}` are both set, and the scheduler starts the processes itself",
+                "leave one of them out",
+            )
 
 
 def _emit(wanted: job.Job, kind: str) -> int:

@@ -28,6 +28,7 @@ from typing import Any
 from tfdist.errors import EXIT_USAGE, ClusterError, TfdistError, UsageError
 from tfdist.launcher import call, lifetime
 from tfdist.launcher import function as calls
+from tfdist.options import checks_arguments
 
 CHUNK_BYTES = 1 << 16
 
@@ -39,6 +40,7 @@ class _RemoteError(Exception):
         return f'\n"""\n{self.args[0]}"""'
 
 
+@checks_arguments
 def launch_notebook(function: Callable[..., Any], args: Sequence[Any] = (), workers: int = 2, ps: int = 0) -> list[Any]:
     """Calls `function(*args)` in each process of a job on this machine, and shows what the processes print.
 
@@ -56,9 +58,12 @@ def launch_notebook(function: Callable[..., Any], args: Sequence[Any] = (), work
 
     Raises:
         UsageError: the function cannot be sent to other processes, or TensorFlow holds the GPUs.
-        TfdistError: the function raised an error in a process, which is named; the cause is the traceback there.
+        TfdistError: the function raised an error in a process, which is named; the cause is the traceback there. Or it
+            ended a process.
         ClusterError: a process ended in another way.
     """
+    if workers < 1 or ps < 0:
+        raise UsageError(f"`workers` is {workers} and `ps` is {ps}", "use 1 or more, and 0 or more")
     _refuse_held_gpus()
     count = workers + ps + bool(ps)  # with parameter servers, the chief is an additional process
     pickled = calls.pickled(function, args, {})
@@ -76,6 +81,13 @@ def launch_notebook(function: Callable[..., Any], args: Sequence[Any] = (), work
     if code:
         kind = UsageError if code == EXIT_USAGE else ClusterError
         raise kind(f"The job ended with exit code {code}", "the output above has the reason")
+    # The chief alone calls the function to its end if there are parameter servers.
+    silent = [rank for rank in range(1 if ps else workers) if ended[rank] is None]
+    if silent:
+        raise TfdistError(
+            f"The function `{calls.name(function)}` ended process {silent[0]} with exit code 0 instead of returning",
+            "leave out `sys.exit`, or return instead",
+        )
     return [outcome.value if outcome else None for outcome in ended]
 
 

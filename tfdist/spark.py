@@ -33,12 +33,13 @@ from pathlib import Path
 from typing import Any
 
 from tfdist import extras
-from tfdist.errors import ClusterError, TfdistError, UsageError
+from tfdist.errors import ClusterError, DataError, TfdistError, UnknownNameError, UsageError
 from tfdist.internals.spark import task_slots
 from tfdist.jobs import job_environment, ports
 from tfdist.jobs.world import World
 from tfdist.launcher import call, lifetime
 from tfdist.launcher import function as calls
+from tfdist.options import checks_arguments
 
 with extras.importing("spark", "`tfdist.spark`"):
     from py4j.protocol import Py4JJavaError
@@ -53,6 +54,7 @@ START_SECONDS = 60
 _FAILED = "tfdist-failure: "
 
 
+@checks_arguments
 def run(
     function: Callable[..., Any],
     args: Sequence[Any] = (),
@@ -187,23 +189,38 @@ def read_parquet(folder: str | os.PathLike[str], columns: Sequence[str]) -> dict
 
     Args:
         folder: the folder, on storage that all processes reach.
-        columns: the names of the columns. Arrays in a column must have the same length in all rows.
+        columns: the names of the columns, which hold numbers, texts, bytes, dates, or arrays of numbers. Arrays in a
+            column must have the same length in all rows.
 
     Returns:
-        The columns as NumPy arrays, `[rows]` or `[rows, length]`.
-    """
-    import numpy as np
+        The columns as NumPy arrays, `[rows]` or `[rows, length]`, or with more dimensions for arrays of arrays.
 
+    Raises:
+        DataError: the folder has no such data frame, no rows, or values of which no array can be made.
+        UnknownNameError: the data frame has no column of that name.
+    """
     with extras.importing("spark", "`read_parquet`"):
+        import pyarrow
         import pyarrow.dataset
 
     world = World.detect(os.environ)
-    rows = pyarrow.dataset.dataset(os.fspath(folder), format="parquet")
-    total = rows.count_rows()
+    names = [columns] if isinstance(columns, str) else list(dict.fromkeys(columns))
+    try:
+        rows = pyarrow.dataset.dataset(os.fspath(folder), format="parquet", partitioning="hive")
+        total = rows.count_rows()
+    except (OSError, pyarrow.ArrowInvalid) as error:
+        raise DataError(
+            f"`{folder}` cannot be read as Parquet: {error}", "name a folder of `frame.write.parquet`"
+        ) from error
+    if not total:
+        raise DataError(f"`{folder}` has no rows", "name a folder of `frame.write.parquet`, with at least one row")
+    for name in names:
+        if name not in rows.schema.names:
+            raise UnknownNameError("column", name, rows.schema.names)
     first, end = (total * rank // world.world_size for rank in (world.rank, world.rank + 1))
-    table = rows.to_table(columns=list(columns)) if world.world_size == 1 else _rows(rows, columns, first, end)
-    arrays = {name: table[name].to_numpy() for name in columns}
-    return {name: np.stack(array) if array.dtype == object else array for name, array in arrays.items()}
+    # A process without rows has arrays of the same shape as the others.
+    table = _rows(rows, names, first, end) if first < end else rows.head(1, columns=names)
+    return {name: _array(table[name].combine_chunks(), name)[: end - first] for name in names}
 
 
 def _rows(dataset: Any, columns: Sequence[str], first: int, end: int) -> Any:
@@ -214,9 +231,38 @@ def _rows(dataset: Any, columns: Sequence[str], first: int, end: int) -> Any:
     tables, before = [], 0
     for fragment in dataset.get_fragments():
         for group in fragment.split_by_row_group():
-            count = group.count_rows()
+            # `group.count_rows()` counts the rows of the whole file.
+            count = sum(part.num_rows for part in group.row_groups)
             start, stop = max(first - before, 0), min(end - before, count)
             if start < stop:
-                tables.append(group.to_table(columns=list(columns)).slice(start, stop - start))
+                table = group.to_table(schema=dataset.schema, columns=list(columns))
+                tables.append(table.slice(start, stop - start))
             before += count
-    return pyarrow.concat_tables(tables) if tables else dataset.schema.empty_table().select(list(columns))
+    return pyarrow.concat_tables(tables)
+
+
+def _array(column: Any, name: str) -> Any:
+    """A column of a data frame as an array; its arrays become further dimensions."""
+    import numpy as np
+    import pyarrow.compute
+    from pyarrow import types
+
+    if column.null_count:
+        raise DataError(f"The column `{name}` has no value in {column.null_count} rows", "fill or drop them in Spark")
+    if types.is_list(column.type):
+        lengths = pyarrow.compute.list_value_length(column).unique().to_pylist()
+        if len(lengths) > 1:
+            raise DataError(
+                f"The column `{name}` has arrays of {min(lengths)} to {max(lengths)} values",
+                "pad them in Spark to the same length",
+            )
+        values = _array(column.flatten(), name)
+        return values.reshape(len(column), lengths[0], *values.shape[1:])
+    if types.is_dictionary(column.type):  # the column of `partitionBy`
+        column = column.dictionary_decode()
+    if types.is_nested(column.type) or types.is_decimal(column.type):
+        raise DataError(
+            f"The column `{name}` has the type `{column.type}`", "convert it in Spark to numbers, or to arrays of them"
+        )
+    values = column.to_numpy(zero_copy_only=False)
+    return values.astype(np.str_) if types.is_string(column.type) else values

@@ -21,6 +21,7 @@ from ray.train.tensorflow import TensorflowTrainer
 from ray.tune.integration.ray_train import TuneReportCallback
 
 import tfdist
+from tfdist.errors import UsageError
 from tfdist.jobs.world import World
 
 BATCH, EPOCHS, STEPS_PER_EPOCH = 32, 3, 10
@@ -98,6 +99,23 @@ def train_on_ray_data(config):
     save(model, config["folder"], strategy.world)
 
 
+def train_in_phases(config):
+    """Calls of `fit` with a `Report`, one of them without a strategy, and a metric with a value for each class."""
+    strategy = tfdist.strategy("multiworker", seed=7)
+    with strategy.scope():
+        model = compiled_model()
+        model.compile("sgd", "categorical_crossentropy", metrics=[keras.metrics.F1Score(average=None)])
+    strategy.prepare(model)
+    x, y = arrays()
+    classes = keras.utils.to_categorical(y, 10)
+    model.fit(x, classes, batch_size=BATCH, epochs=1, callbacks=[tfdist.ray.Report()], verbose=0)
+    for another, targets in ((model, classes), (compiled_model(), y)):
+        try:
+            another.fit(x, targets, batch_size=BATCH, epochs=1, callbacks=[tfdist.ray.Report()], verbose=0)
+        except UsageError as error:
+            print("refused:", error.sentence, flush=True)
+
+
 def save(model, folder, world):
     np.savez(f"{folder}/rank-{world.rank}.npz", *model.get_weights())
 
@@ -171,6 +189,17 @@ def tuned(folder):
     )
     best = tuner.fit().get_best_result()
     print("best", best.config, sorted(best.metrics))
+
+
+def phases(folder):
+    """Several calls of `fit` in one training function."""
+    print("values of the metric", len(trainer(folder, loop=train_in_phases).fit().metrics["f1_score"]))
+
+
+def report_in_tune(folder):
+    """A trial of Ray Tune makes a `Report` without Ray Train."""
+    run_config = ray.tune.RunConfig(storage_path=str(folder), name="tune", verbose=0)
+    print(ray.tune.Tuner(lambda config: tfdist.ray.Report(), run_config=run_config).fit().errors)
 
 
 def one_device(folder):

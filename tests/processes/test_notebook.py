@@ -6,6 +6,9 @@ import re
 import psutil
 import pytest
 
+import tfdist
+from tfdist.errors import TfdistError, UsageError
+
 nbclient = pytest.importorskip("nbclient", reason="nbclient and ipykernel are not installed")
 nbformat = pytest.importorskip("nbformat", reason="nbformat is not installed")
 pytest.importorskip("ipykernel", reason="ipykernel is not installed")
@@ -121,3 +124,42 @@ def test_an_interrupted_cell_ends_its_processes(tmp_path):
     finally:
         client.stop_channels()
         manager.shutdown_kernel(now=True)
+
+
+class Unreadable:
+    """An object that can be pickled, and not unpickled."""
+
+    def __reduce__(self):
+        return (int, ("x",))
+
+
+@pytest.mark.parametrize(
+    ("function", "sentence"),
+    [
+        (lambda: os._exit(0), "The function `<lambda>` ended process 0 with exit code 0 instead of returning"),
+        (Unreadable, "What the function returned in process 0 cannot be read here: ValueError: invalid literal"),
+        (
+            lambda: [].remove(1) if os.environ["TF_CONFIG"] else None,
+            "raised `ValueError`: list.remove(x): x not in list",
+        ),
+    ],
+)
+def test_a_function_that_returns_nothing_readable_is_an_error(function, sentence):
+    with pytest.raises(TfdistError, match=re.escape(sentence)):
+        tfdist.launch_notebook(function, workers=2)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        ({"workers": 0}, "`workers` is 0"),
+        ({"workers": 1.5}, "cannot have `1.5` as `workers`"),
+        ({"workers": None}, "cannot have `None` as `workers`"),
+        ({"ps": -1}, "`ps` is -1"),
+        ({"args": 3}, "cannot have `3` as `args`"),
+        ({"function": "train.py"}, "cannot have `train.py` as `function`"),
+    ],
+)
+def test_wrong_arguments_are_refused_before_a_process_starts(arguments, sentence):
+    with pytest.raises(UsageError, match=sentence):
+        tfdist.launch_notebook(**{"function": print} | arguments)

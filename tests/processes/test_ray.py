@@ -220,6 +220,25 @@ def test_workers_with_different_data_are_refused(tmp_path, environment):
 
 @pytest.mark.thorough
 @pytest.mark.independent
+def test_a_report_refuses_a_second_fit_and_one_without_a_strategy_and_takes_metrics_that_are_arrays(
+    tmp_path, environment
+):
+    code, text = run("phases", tmp_path, environment)
+    assert code == 0, text
+    assert len(workers_that_say("refused: `tfdist.ray.Report` is used a second time", text)) == 2
+    assert len(workers_that_say("refused: `fit` runs without a strategy", text)) == 2
+    assert "values of the metric 10\n" in text
+
+
+@pytest.mark.thorough
+@pytest.mark.independent
+def test_a_report_in_a_function_of_ray_tune_is_refused_in_a_sentence(tmp_path, environment):
+    _, text = run("report_in_tune", tmp_path, environment)
+    assert "`tfdist.ray.Report` was made outside of a training function of Ray Train" in text
+
+
+@pytest.mark.thorough
+@pytest.mark.independent
 def test_shards_of_ray_data_form_global_batches(tmp_path, environment):
     code, text = run("ray_data", tmp_path, environment)
     assert code == 0, text

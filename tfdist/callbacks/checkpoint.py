@@ -114,7 +114,8 @@ class Checkpoint(ClockedCallback):
         super().__init__()
         for name, value in (("every_steps", every_steps), ("every_epochs", every_epochs), ("keep", keep)):
             if value is not None and value < 1:
-                raise UsageError(f"Checkpoint needs `{name}` of 1 or more. Received: `{value}`", "pass 1 or more")
+                owner = type(self).__name__
+                raise UsageError(f"{owner} needs `{name}` of 1 or more. Received: `{value}`", "pass 1 or more")
         if mode not in ("min", "max"):
             raise UnknownNameError("mode", mode, ["min", "max"])
         self.folder = Path(folder)

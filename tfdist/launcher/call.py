@@ -34,7 +34,7 @@ def main(folder: Path) -> None:
 def _failure(name: str, error: Exception) -> Outcome:
     sentence = error.sentence if isinstance(error, TfdistError) else str(error)
     return Outcome(
-        error=f"{name} raised `{type(error).__name__}`: {sentence}",
+        error=f"{name} raised `{type(error).__name__}`" + (f": {sentence}" if sentence else ""),
         hint=error.hint if isinstance(error, TfdistError) else None,
         traceback="".join(traceback.format_exception(error)),
         is_consequence=type(error) is ClusterError,

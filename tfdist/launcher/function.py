@@ -13,7 +13,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import cloudpickle
 
@@ -53,10 +53,15 @@ def pickled(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[s
         call = cloudpickle.dumps((function, tuple(args), dict(kwargs)))
     except Exception as error:  # whatever the objects that the function uses raise
         raise UsageError(
-            f"The function `{getattr(function, '__name__', function)}` cannot be sent to other processes: {error}",
+            f"The function `{name(function)}` cannot be sent to other processes: {error}",
             "create strategies, models and open files inside of the function",
         ) from error
     return pickle.dumps((sys.path, call))
+
+
+def name(function: Callable[..., Any]) -> str:
+    """The name of a function for a message."""
+    return getattr(function, "__name__", None) or str(function)
 
 
 def write_call(folder: Path, call: bytes) -> None:
@@ -73,9 +78,24 @@ def read_call(folder: Path) -> Callable[[], Any]:
 
 
 def outcomes(folder: Path, count: int) -> list[Outcome | None]:
-    """The outcome of each rank; `None` for a process that has ended without one."""
-    paths = [_path(folder, rank) for rank in range(count)]
-    return [pickle.loads(path.read_bytes()) if path.exists() else None for path in paths]
+    """The outcome of each rank; `None` for a process that has ended without one.
+
+    Raises:
+        UsageError: what the function returned cannot be unpickled here.
+    """
+    return [_outcome(_path(folder, rank), rank) for rank in range(count)]
+
+
+def _outcome(path: Path, rank: int) -> Outcome | None:
+    if not path.exists():
+        return None
+    try:
+        return cast(Outcome, pickle.loads(path.read_bytes()))
+    except Exception as error:  # whatever the classes of the objects raise
+        raise UsageError(
+            f"What the function returned in process {rank} cannot be read here: {type(error).__name__}: {error}",
+            "return numbers, arrays or weights",
+        ) from error
 
 
 def first_failure(ended: Sequence[Outcome | None]) -> Outcome | None:

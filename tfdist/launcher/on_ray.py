@@ -68,12 +68,17 @@ def _check_address(address: str, seconds: float) -> None:
             f"`RAY_ADDRESS` is `{address}`, from which Ray cannot start the processes of a job",
             "set it to `HOST:6379` on a machine of the cluster, or run the command there with `ray job submit`",
         )
-    host, separator, port = address.rpartition(":")
-    if not separator:
+    if address in ("auto", "local"):
         return
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdecimal():
+        raise UsageError(
+            f"`RAY_ADDRESS` is `{address}`, which is not `HOST:PORT`",
+            "set it to `HOST:6379`, or to `auto` for the cluster of this machine",
+        )
     try:
         socket.create_connection((host.strip("[]"), int(port)), timeout=seconds).close()
-    except (OSError, ValueError) as error:
+    except (OSError, OverflowError) as error:
         raise _unreachable(address, error) from error
 
 
