@@ -1,6 +1,7 @@
 """What cannot work is refused before the first step, in one sentence and a hint; and how long a call lasts."""
 
 import contextlib
+import copy
 import itertools
 import json
 import os
@@ -16,6 +17,7 @@ import tfdist
 from tests.planted_rules import mean_of_means, plant
 from tfdist.data.input import adapters
 from tfdist.errors import DataError, UnknownNameError, UsageError, VerificationError
+from tfdist.launcher import function
 from tfdist.loop import steps_per_call
 from tfdist.strategies import base
 
@@ -402,3 +404,19 @@ def test_a_strategy_of_one_replica_needs_neither():
     strategy = Unsaid(devices=1)
     history = strategy.fit(model_of(strategy), X, Y, epochs=2, verbose=0).history
     assert history["loss"][1] < history["loss"][0]
+
+
+@EACH
+def test_a_strategy_is_not_sent_to_other_processes_where_each_would_train_alone(name):
+    strategy = strategy_of(name)
+    with refuses(UsageError, "cannot be sent to other processes", f"`{strategy.name}` belongs to its process"):
+        function.pickled(lambda: strategy, (), {})
+
+
+@EACH
+def test_a_prepared_model_can_be_copied(name):
+    strategy = strategy_of(name)
+    model = strategy.prepare(model_of(strategy))
+    copied = copy.deepcopy(model)
+    for original, weights in zip(model.get_weights(), copied.get_weights(), strict=True):
+        np.testing.assert_array_equal(original, weights)

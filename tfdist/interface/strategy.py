@@ -191,6 +191,13 @@ class Strategy:
             place = f"{self.world.world_size} processes; this is {self.world.named(self.world.rank)} on {place}"
         return f"<tfdist strategy `{self.name}`: {replicas} {'in' if self.world.world_size > 1 else 'on'} {place}>"
 
+    def __reduce__(self) -> Any:
+        """Refuses pickling: in another process, a strategy would train without the other processes of its job."""
+        raise UsageError(
+            f"The strategy `{self.name}` belongs to its process, and cannot be pickled",
+            "make it in the process that uses it, with `tfdist.strategy(...)`",
+        )
+
     def divide_by_speeds(self, speeds: str | Sequence[int] | None) -> None:
         """Divides global batches in proportion to `speeds`, see `tfdist.interface.speeds`; for constructors."""
         self.speeds = replica_speeds.resolve(replica_speeds.parse(speeds), self, self.devices, self.num_replicas)

@@ -17,7 +17,7 @@ from typing import Any, cast
 
 import cloudpickle
 
-from tfdist.errors import UsageError
+from tfdist.errors import TfdistError, UsageError
 
 CALL = "call.pickle"
 
@@ -52,8 +52,9 @@ def pickled(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[s
     try:
         call = cloudpickle.dumps((function, tuple(args), dict(kwargs)))
     except Exception as error:  # whatever the objects that the function uses raise
+        reason = error.sentence if isinstance(error, TfdistError) else error
         raise UsageError(
-            f"The function `{name(function)}` cannot be sent to other processes: {error}",
+            f"The function `{name(function)}` cannot be sent to other processes: {reason}",
             "create strategies, models and open files inside of the function",
         ) from error
     return pickle.dumps((sys.path, call))
