@@ -120,6 +120,7 @@ def command(
         require_format(picture)
         files.require_writable(picture, "--curves")
         extras.require("report", "The picture of `--curves`")
+    ratios.special_functions()  # before minutes of measuring, at whose end they are needed
     data_options = registry.parse_options(data_option, "--data-option")
     source = for_model.load(options["model"], options["dataset"], options["data_dir"], **data_options)
     examples = source.spec.examples["train"]
