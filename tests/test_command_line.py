@@ -230,3 +230,25 @@ def test_a_study_that_is_not_there_is_not_resumed(working_folder):
     assert "`--resume` needs `--out`, which is not set" in answer(*study)
     assert "`--resume` is set, and `typo` has no study" in answer(*study, "--out", "typo")
     assert not list(working_folder.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("command", "option", "file"),
+    [
+        ("advise", "--curves", "folder/curves.svg"),
+        ("advise", "--curves", "curves.svg"),
+        ("data", "--sheet", "folder/sheet.png"),
+        ("simulate", "--out", "folder/results.json"),
+    ],
+)
+def test_a_file_that_cannot_be_written_is_refused_before_the_work(command, option, file, working_folder):
+    (working_folder / "folder").write_text("")  # where a folder is needed
+    (working_folder / "curves.svg").mkdir()
+    needed = [] if command == "data" else ["--model", "mlp"]
+    needed += ["--algorithm", "bsp"] if command == "simulate" else []
+    said = answer(command, "--dataset", "digits", *needed, option, file)
+    assert f"error: `{option}` is `{file}`, which cannot be written: " in said and "hint: " in said
+
+
+def test_a_picture_of_examples_in_a_format_that_cannot_be_drawn_is_refused(working_folder):
+    assert "`--sheet` is `sheet.foo`" in answer("data", "--dataset", "digits", "--sheet", "sheet.foo")

@@ -17,6 +17,7 @@ from tfdist.callbacks import Checkpoint
 from tfdist.data import examples
 from tfdist.data.input import adapters, device_feed
 from tfdist.data.input.division import WHOLE, Division
+from tfdist.data.input.examples import of_columns
 from tfdist.errors import CheckpointError, DataError, UsageError
 from tfdist.jobs.world import World
 
@@ -207,6 +208,21 @@ class TestExamplesByNumber:
         with pytest.raises(DataError, match=r"Example 0 of the `Dataset` cannot be read"):
             examples(data, x="picture", y="y").read([0])
 
+    @pytest.mark.parametrize("missing", [None, [1.0, None]])
+    def test_a_value_that_a_dataset_lacks_is_named_and_does_not_become_nan(self, missing):
+        present = 1 if missing is None else [1.0, 2.0]
+        data = hugging_face(a=[present, missing, present], b=[0.5, 1.5, 2.5]).select([2, 0, 1])
+        with pytest.raises(DataError, match="Example 2 of the `Dataset` lacks a value: `a` has `None`"):
+            examples(data, x="a", y="b").read([0, 2])
+        with pytest.raises(DataError, match="Example 2 of the `Dataset` lacks a value"):
+            of_columns(data["a"], data["b"], None).read([0, 2])
+        assert examples(data, x="b").read([2])[0] == 1.5
+
+    def test_a_transform_gets_none_for_a_value_that_a_dataset_lacks(self):
+        data = hugging_face(a=[1, None, 3], b=[[1.0, None], [2.0, 3.0], [4.0, 5.0]])
+        x, y = examples(data, lambda row: (row["b"][0], row["a"] or 0)).read([0, 1, 2])
+        assert (x.tolist(), y.tolist(), y.dtype) == ([1.0, 2.0, 4.0], [1, 0, 3], "int64")
+
 
 def feed_of(data, world=None):
     data = data if isinstance(data, tuple) else (data,)
@@ -239,6 +255,12 @@ class TestMistakes:
         [
             (lambda: examples(hugging_face(), y="target"), "no `target`: they have `values`, `label`"),
             (lambda: examples(hugging_face(), sample_weight="label"), "`y` names no target"),
+            (lambda: examples(hugging_face(), x=0, y=1), "`x` of `tfdist.data.examples` is 0, which is no name"),
+            (
+                lambda: examples(hugging_face(), x="values", y=["label", 1]),
+                r"`y` .* is \['label', 1\], which is no name",
+            ),
+            (lambda: examples(Rows(), "values"), "`transform` .* is 'values', which is no function"),
             (lambda: examples(iter(rows())), "lacks `__len__` or `__getitem__`"),
             (lambda: examples(Rows(), y="b").read([0]), "is the name of a value, but an example"),
             (lambda: examples([(1, 2, 3, 4)]).read([0]), "a tuple of 4 parts"),

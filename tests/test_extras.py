@@ -261,6 +261,7 @@ def test_a_script_and_the_command_train_elsewhere_without_an_extra(elsewhere, tm
             "`--profile` needs the package",
         ),
         (["compare", "--strategies", "single"], "The report of `tfdist compare` needs the package `altair`"),
+        (["advise", "--model", "mlp", "--dataset", "digits"], "An interval needs the package `scipy`"),
         (["report", "."], "The report needs the package `altair`"),
         (["train", "--strategy", "horovod", "--model", "mlp", "--dataset", "digits", "--workers", "2"], "`horovod`"),
         (["train", "--strategy", "mpi", "--model", "mlp", "--dataset", "digits", "--workers", "2"], "`mpi4py`"),

@@ -1,5 +1,8 @@
 """What the launcher shows of its processes' messages: no noise of TensorFlow's, and failures whole."""
 
+import subprocess
+import sys
+
 import pytest
 
 from tfdist.launcher import process
@@ -69,3 +72,17 @@ def test_a_failure_is_shown_from_its_beginning_and_at_least_the_last_lines(lines
 
 def test_no_noise_is_among_the_last_lines():
     assert process.failure(["said", *(line.decode() for line in NOISE)]) == "said"
+
+
+@pytest.mark.parametrize(
+    ("program", "sentence"),
+    [
+        (["nothing.py"], "error: There is no program `nothing.py` in `"),
+        (["-m", "nothing.at_all"], "error: There is no module `nothing.at_all`"),
+    ],
+)
+def test_a_program_that_is_not_there_is_a_sentence(program, sentence, tmp_path):
+    command = [sys.executable, "-m", "tfdist", "launch", "--workers", "2", *program]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=100, check=False)
+    assert done.returncode == 2, done.stderr
+    assert sentence in done.stderr and "hint: correct the" in done.stderr and "Traceback" not in done.stderr

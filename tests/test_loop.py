@@ -386,6 +386,35 @@ def test_a_pass_over_a_generator_begins_with_its_first_batches_and_loses_one_at_
     assert drawn == list(range(8))
 
 
+@EACH
+def test_numbers_of_numpy_count_like_those_of_python(name):
+    strategy = strategy_of(name)
+    one, two, four = np.int64(1), np.int64(2), np.int64(4)
+    options = {"batch_size": four, "steps_per_epoch": one, "validation_steps": two, "validation_batch_size": four}
+    model = strategy.prepare(model_of(strategy))
+    model.fit(X, Y, epochs=two, initial_epoch=np.int64(0), validation_data=(X, Y), verbose=0, **options)
+    model.evaluate(X, Y, batch_size=four, steps=two, verbose=0)
+    assert len(model.predict(X, batch_size=four, steps=two, verbose=0)) == 8
+    assert model.optimizer.iterations == 2
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ({"steps_per_epoch": len(X) / 4}, "`steps_per_epoch` is 2.5, which is no whole number"),
+        ({"batch_size": "4"}, "`batch_size` is '4', which is no whole number"),
+        ({"epochs": 2.0}, "`epochs` is 2.0, which is no whole number"),
+        ({"steps_per_epoch": -1}, "`steps_per_epoch` is -1"),
+        ({"batch_size": np.int64(-4)}, "`batch_size` is -4"),
+        ({"validation_data": (X, Y), "validation_steps": 2.5}, "`validation_steps` is 2.5, which is no whole number"),
+    ],
+)
+def test_a_number_that_cannot_count_is_refused(options, sentence):
+    strategy = strategy_of("single")
+    with refuses(UsageError, sentence):
+        strategy.prepare(model_of(strategy)).fit(X, Y, verbose=0, **options)
+
+
 class Unsaid(base.Strategy):
     """A strategy of one's own that does not say how its replicas exchange values."""
 

@@ -18,7 +18,7 @@ from typing import Any
 
 import click
 
-from tfdist import extras, registry, strategies, terminal
+from tfdist import extras, files, registry, strategies, terminal
 from tfdist.advisor import costs, measured
 from tfdist.advisor.costs import Compute, Link, Prediction, link_of
 from tfdist.data.tools import for_model
@@ -118,7 +118,9 @@ def command(
     _check_workers(counts, cores, batch_size, described)
     if picture is not None:
         require_format(picture)
+        files.require_writable(picture, "--curves")
         extras.require("report", "The picture of `--curves`")
+    ratios.special_functions()  # before minutes of measuring, at whose end they are needed
     data_options = registry.parse_options(data_option, "--data-option")
     source = for_model.load(options["model"], options["dataset"], options["data_dir"], **data_options)
     examples = source.spec.examples["train"]

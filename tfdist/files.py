@@ -11,6 +11,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from tfdist.errors import UsageError
+
 _unfinished: set[Path] = set()
 _KINDS = {
     stat.S_IFLNK: "a symbolic link",
@@ -86,6 +88,19 @@ def write_atomically(path: Path, write: Callable[[Path], Any]) -> None:
         raise
     finally:
         _unfinished.discard(temporary)
+
+
+def require_writable(path: Path, option: str) -> None:
+    """Raises `UsageError` unless `path`, the value of `option`, can be written: called before what takes long."""
+    try:
+        if path.is_dir():
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+        path.parent.mkdir(parents=True, exist_ok=True)
+        _created_beside(path).unlink()
+    except OSError as error:
+        raise UsageError(
+            f"`{option}` is `{path}`, which cannot be written: {error.strerror}", "name another file"
+        ) from error
 
 
 def remove_unfinished() -> None:

@@ -83,6 +83,7 @@ def show(folders: Sequence[Path], out: Path, prices: Prices, tensorboard: Path |
     written |= {"report.json": machine_readable.text(comparisons)}
     written |= {"report.svg": picture} if picture else {}
     if tensorboard is not None:
+        files.require_writable(tensorboard / "events", "--tensorboard")
         write_events(comparisons, tensorboard)
     try:
         out.mkdir(parents=True, exist_ok=True)

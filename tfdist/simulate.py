@@ -94,6 +94,8 @@ def command(
         raise UsageError(
             f"`--batch-size` is {batch_size}, and `--workers` is {workers}", "use at least one example per worker"
         )
+    if out is not None:
+        files.require_writable(out, "--out")
     from tfdist.simulator import simulation
 
     settings = simulation.Settings(

@@ -9,14 +9,15 @@ from typing import Any
 import click
 import numpy as np
 
-from tfdist import data, extras, registry, terminal
+from tfdist import data, extras, files, registry, terminal
 from tfdist.data.input import augmentation as augmentations
 from tfdist.data.input import bad_examples
 from tfdist.data.spec import PADDING, DataSpec
-from tfdist.errors import UnknownNameError
+from tfdist.errors import UnknownNameError, UsageError
 
 # The contact sheet.
 COLUMNS, ROWS = 6, 4
+PICTURES = (".png", ".jpg", ".svg", ".pdf")
 _INCHES, _DOTS = 1.6, 100
 
 
@@ -51,6 +52,9 @@ def command(dataset: str, data_dir: Path | None, data_option: tuple[str, ...], *
     """Measure a dataset's input pipeline: its speed, its stages, the machine's limit; draw some examples."""
     if options["split"] not in data.SPLITS:
         raise UnknownNameError("split", options["split"], data.SPLITS)
+    if options["sheet"].suffix not in PICTURES:
+        raise UsageError(f"`--sheet` is `{options['sheet']}`", f"use a file name that ends with {', '.join(PICTURES)}")
+    files.require_writable(options["sheet"], "--sheet")
     settings = registry.parse_options(data_option, "--data-option")
     policy = options.pop("on_bad_example")
     source = data.load(dataset, data_dir, **settings, **({} if policy is None else {"on_bad_example": policy}))
@@ -102,7 +106,7 @@ def _print_table(source: data.Source, speed: Any, cores: int, bandwidth: float, 
 
 
 def draw_contact_sheet(path: Path, spec: DataSpec, x: Any, y: np.ndarray) -> None:
-    """Writes a PNG of the first examples of (x, y), which `tfdist.data.spec` describes."""
+    """Writes a picture of the first examples of (x, y), which `tfdist.data.spec` describes."""
     with extras.importing("train", "The picture of the examples"):
         from matplotlib.figure import Figure
 

@@ -5,13 +5,14 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import runpy
 import sys
 from pathlib import Path
 
 from tfdist import startup
-from tfdist.errors import TfdistError
+from tfdist.errors import TfdistError, UsageError
 from tfdist.jobs import elastic, job_environment, process_exit
 from tfdist.jobs.world import World
 from tfdist.launcher import resources
@@ -28,6 +29,7 @@ def main(arguments: list[str]) -> None:
         elastic.listen()
     startup.prepare_imports()
     try:
+        _require_program(*arguments[:2])
         if arguments[0] == "-m":
             sys.argv = arguments[1:]
             runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)
@@ -39,6 +41,15 @@ def main(arguments: list[str]) -> None:
         print(f"error: {error}", file=sys.stderr, flush=True)
         process_exit.fail(error.exit_code)
         sys.exit(error.exit_code)
+
+
+def _require_program(first: str, second: str = "") -> None:
+    """Raises `UsageError` if the script `first`, or after `-m` the module `second`, is not there."""
+    if first == "-m":
+        if importlib.util.find_spec(second.partition(".")[0]) is None:
+            raise UsageError(f"There is no module `{second}`", "correct the name after `-m`, or start in its folder")
+    elif not Path(first).exists():
+        raise UsageError(f"There is no program `{first}` in `{Path.cwd()}`", "correct the path, or start in its folder")
 
 
 if __name__ == "__main__":

@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import operator
 import time
 import warnings
 from collections.abc import Callable
@@ -93,16 +94,18 @@ def fit(
     """
     check(strategy, model, "fit")
     _settle_seed(strategy, callbacks)
+    epochs, initial_epoch = _whole("epochs", epochs), _whole("initial_epoch", initial_epoch)
+    batch_size, size = _size("batch_size", batch_size), _size("validation_batch_size", validation_batch_size)
     epoch_numbers = range(initial_epoch, min(epochs, keras_internals.max_epochs() or epochs))
-    steps = _limited(steps_per_epoch)
+    steps = _limited("steps_per_epoch", steps_per_epoch)
     request = adapters.request(
         x, y, sample_weight, class_weight=class_weight, batch_size=batch_size, steps=steps, shuffle=shuffle
     )
     if validation_split and validation_data is None:
         request, validation_data = adapters.split(request, validation_split)
     feed = feed_of(strategy, request)
-    size = validation_batch_size or batch_size
-    validate = _validation(strategy, validation_data, size, _limited(validation_steps), validation_freq)
+    limit = _limited("validation_steps", validation_steps)
+    validate = _validation(strategy, validation_data, size or batch_size, limit, validation_freq)
     programs.build(strategy, model, "train", feed)
     with DataPasses(feed, steps) as passes, writer.finished():
         passes.reset()
@@ -247,7 +250,7 @@ def evaluate(
     `_use_cached_eval_dataset`, which only `fit` sets, evaluates on the validation data of that `fit`.
     """
     check(strategy, model, "evaluate")
-    steps = _limited(steps)
+    steps, batch_size = _limited("steps", steps), _size("batch_size", batch_size)
     feed = (
         keras_routes.validation_feed(model)
         if _use_cached_eval_dataset
@@ -278,7 +281,7 @@ def predict(
     """Returns the outputs of `model`, one per example, in the order of the input; see `keras.Model.predict`."""
     strategy.check(model)
     _check_divisible(strategy, model)
-    steps = _limited(steps)
+    steps, batch_size = _limited("steps", steps), _size("batch_size", batch_size)
     feed = feed_of(strategy, adapters.request(x, batch_size=batch_size, steps=steps, passes=True), for_prediction=True)
     outputs: list[Any] = []
     with DataPasses(feed, steps) as passes:
@@ -508,8 +511,29 @@ def _unwrapped(callbacks: Any) -> list[Any]:
     return list(keras_patches.with_wrapped(callback for callback in listed if callback is not None))
 
 
-def _limited(steps: int | None) -> int | None:
-    """Limits `steps` to Keras' maximum number of steps per epoch (`keras.config.set_max_steps_per_epoch`)."""
+def _whole(name: str, number: Any) -> int:
+    """`number`, which may also be NumPy's, as an `int`: TensorFlow counts in 32 bits, and NumPy in 64."""
+    try:
+        return operator.index(number)
+    except TypeError:
+        raise UsageError(
+            f"`{name}` is {number!r}, which is no whole number", f"use a whole number, such as `{name}=2`"
+        ) from None
+
+
+def _size(name: str, number: Any) -> int | None:
+    """A number of examples or steps; `None` if the user did not set it."""
+    if number is None:
+        return None
+    size = _whole(name, number)
+    if size < 0:
+        raise UsageError(f"`{name}` is {size}", "use 1 or more, or leave it out")
+    return size
+
+
+def _limited(name: str, number: Any) -> int | None:
+    """The steps, at most Keras' maximum number of steps per epoch (`keras.config.set_max_steps_per_epoch`)."""
+    steps = _size(name, number)
     cap = keras_internals.max_steps_per_epoch()
     return min(steps or cap, cap) if cap else steps
 

@@ -148,6 +148,7 @@ def examples(
         UsageError: the examples have no numbers, or do not have these names.
     """
     libraries.require_numbered(source)
+    _require_arguments(transform, x=x, y=y, sample_weight=sample_weight)
     kind, names = type(source).__name__, [*_listed(x), *_listed(y), *_listed(sample_weight)]
     if sample_weight is not None and y is None:
         raise UsageError(f"`sample_weight` is `{sample_weight}`, and `y` names no target", "name it with `y=`")
@@ -235,6 +236,21 @@ def _named(row: dict[str, Any], names: str | Sequence[str]) -> Any:
 
 def _listed(names: Names) -> Sequence[str]:
     return () if names is None else [names] if isinstance(names, str) else names
+
+
+def _require_arguments(transform: Any, **names: Any) -> None:
+    if transform is not None and not callable(transform):
+        raise UsageError(
+            f"`transform` of `tfdist.data.examples` is {transform!r}, which is no function",
+            'write `tfdist.data.examples(source, x="...", y="...")` for names, or pass a function of an example',
+        )
+    for option, value in names.items():
+        listed = [value] if isinstance(value, str) or not isinstance(value, Sequence) else value
+        if value is not None and not all(isinstance(name, str) for name in listed):
+            raise UsageError(
+                f"`{option}` of `tfdist.data.examples` is {value!r}, which is no name",
+                f'give the name of a value of an example, as in `{option}="..."`',
+            )
 
 
 def _require_names(kind: str, available: Iterable[str], names: Sequence[str]) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from tfdist.errors import UsageError
+from tfdist.errors import DataError, UsageError
 
 # Returns the rows with these numbers: a list of rows, or a dict of columns.
 Reader = Callable[[list[int]], Any]
@@ -66,7 +66,7 @@ def require_numbered(source: Any) -> None:
 def rows(source: Any) -> Reader:
     """Reads rows one by one, or together where the source can."""
     if is_dataset(source):
-        source = _with_numpy(source)
+        return _rows_of_dataset(source)
     if hasattr(source, "__getitems__"):
         return lambda numbers: list(source.__getitems__(numbers))
     return lambda numbers: [source[number] for number in numbers]
@@ -81,8 +81,13 @@ def columns(dataset: Any, names: Sequence[str]) -> Reader:
     """Reads columns of a Hugging Face `Dataset`: these, or all if there are no `names`."""
     if names and column_names(dataset):
         dataset = dataset.select_columns(list(names))  # so that the others are not decoded
-    dataset = _with_numpy(dataset)
-    return lambda numbers: dict(dataset[numbers])
+    arrays, stored = _with_numpy(dataset), _columns_with_gaps(dataset)
+
+    def read(numbers: list[int]) -> dict[str, Any]:
+        _require_present(stored[numbers] if stored is not None else {}, numbers)
+        return dict(arrays[numbers])
+
+    return read
 
 
 def column(of: Any) -> Reader:
@@ -104,6 +109,51 @@ def stored(source: Any) -> Reader:
 def listed(names: Any) -> str:
     """The names in backticks."""
     return ", ".join(f"`{name}`" for name in names)
+
+
+def _rows_of_dataset(dataset: Any) -> Reader:
+    arrays, stored = _with_numpy(dataset), _columns_with_gaps(dataset)
+    if stored is None:
+        return lambda numbers: list(arrays.__getitems__(numbers))
+
+    def read(numbers: list[int]) -> list[Any]:
+        pairs = zip(arrays.__getitems__(numbers), stored.__getitems__(numbers), strict=True)
+        return [row | values for row, values in pairs]
+
+    return read
+
+
+def _columns_with_gaps(dataset: Any) -> Any:
+    """The columns in which values are missing, as Python's values; `None` if there are none.
+
+    NumPy's format makes NaN of a missing number, and floats of the integers beside it: whoever has chosen it gets that.
+    """
+    if dataset.format["type"] is not None:
+        return None
+    names = [name for name in dataset.column_names if any(map(_lacks_values, dataset.data.column(name).chunks))]
+    return dataset.select_columns(names) if names else None
+
+
+def _lacks_values(array: Any) -> bool:
+    """Whether values are missing in an array of Arrow's, or in the lists in it; the format keeps `None` in dicts."""
+    array = getattr(array, "storage", array)  # of an extension, such as `Array2D`
+    if hasattr(array, "field"):
+        return False  # dicts, of which a picture is one
+    return bool(array.null_count) or (hasattr(array, "values") and _lacks_values(array.values))
+
+
+def _require_present(columns: dict[str, list[Any]], numbers: list[int]) -> None:
+    for name, values in columns.items():
+        for number, value in zip(numbers, values, strict=True):
+            if _is_missing(value):
+                raise DataError(
+                    f"Example {number} of the `Dataset` lacks a value: `{name}` has `None`",
+                    "leave such examples out with `dataset.filter`, or fill them in with `dataset.map` or `transform`",
+                )
+
+
+def _is_missing(value: Any) -> bool:
+    return value is None or (isinstance(value, list) and any(map(_is_missing, value)))
 
 
 def _with_numpy(dataset: Any) -> Any:
