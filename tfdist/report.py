@@ -97,6 +97,8 @@ def show(folders: Sequence[Path], out: Path, prices: Prices, tensorboard: Path |
         for comparison in comparisons:
             click.echo(summary.answer(comparison))
             _print(summary.speeds(comparison))
+            if any(row.speed is not None and row.speed.low is not None for row in comparison.rows):
+                click.echo("in parentheses: an interval that has the true ratio in at least 95 % of such studies")
             for line in (*summary.notes(comparison), *summary.doubtful(comparison)):
                 click.echo(line)
         for line in summary.verdicts(verdicts.of(comparisons)):

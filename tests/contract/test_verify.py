@@ -245,6 +245,17 @@ def test_a_strategys_own_wrong_sums_are_not_blamed_on_the_model(way, what):
     assert raised.value.hint.startswith("this is a bug in the strategy")
 
 
+@pytest.mark.parametrize("scaled", [False, True])
+@contestants.among({"custom": (2,), "mirrored": (2,)})
+def test_accumulated_gradients_are_compared_up_to_their_update(contestant, scaled):
+    def make():
+        optimizer = keras.optimizers.SGD(0.1, gradient_accumulation_steps=2, global_clipnorm=0.05)
+        return network(optimizer=keras.optimizers.LossScaleOptimizer(optimizer) if scaled else optimizer)
+
+    report = verified(start(contestant), make)
+    assert report.steps == 2 and report.first is None
+
+
 @pytest.mark.thorough
 @contestants.among({"custom": (2,)})
 def test_a_report_shows_its_verdict_first_in_print_at_the_prompt_and_in_a_notebook(contestant, monkeypatch):

@@ -241,6 +241,9 @@ class Checkpoint(ClockedCallback):
         assert header.path is not None
         _refuse_another_run(self.model, self._stored, self.params.get("steps"), self._seed)
         training_state.restore(self.model, self._others(), self._stored, self._peers, send=False)  # the loop sends it
+        if self.saved is None and self._peers.world.is_chief:
+            where = f"epoch {header.epoch + 1}" + (f", batch {header.batch + 1}" if header.batch else "")
+            terminal.say(f"Resuming from `{header.path}` at {where}.")
         self.resumed_from = self._writer.written = header.path
         self.best = header.best
         self.epoch_logs = list(header.epoch_logs)

@@ -40,7 +40,8 @@ class TrainingStrategy(Strategy):
         def before_training(feed: Feed) -> None:
             if _to_verify.get(model):
                 _to_verify.set(model, None)
-                comparison.verify(self, model, feed.first(comparison.STEPS))
+                steps = comparison.steps_with_an_update(model, comparison.STEPS)
+                comparison.verify(self, model, feed.first(steps))
 
         with self._calling(model):
             return outer_loop.fit(self, model, *arguments, before_training=before_training, **named)
@@ -92,7 +93,7 @@ class TrainingStrategy(Strategy):
             batch_size: the global batch size.
             sample_weight: the weights of the examples.
             class_weight: the weights of the classes.
-            steps: the number of global batches.
+            steps: the number of global batches; more if the optimizer accumulates gradients over more.
 
         Returns:
             The `tfdist.verification.report.Report`, or a `BoundReport`.
@@ -105,6 +106,7 @@ class TrainingStrategy(Strategy):
             if self.bound is None:
                 comparison.require_as_one_device(self)
             outer_loop.check(self, model, "verify")
+            steps = comparison.steps_with_an_update(model, steps)
             data = {"class_weight": class_weight, "batch_size": batch_size, "shuffle": False}
             feed = outer_loop.feed_of(self, adapters.request(x, y, sample_weight, **data))
             programs.build(self, model, "train", feed)

@@ -110,6 +110,12 @@ def verify(
     return report
 
 
+def steps_with_an_update(model: Any, steps: int) -> int:
+    """`steps`, or more if the optimizer accumulates gradients: as many as make one update."""
+    optimizer = keras_internals.inner(getattr(model, "optimizer", None))
+    return max(steps, getattr(optimizer, "gradient_accumulation_steps", None) or 0)
+
+
 @contextlib.contextmanager
 def restored(strategy: Strategy, model: Any, spec: Any) -> Iterator[None]:
     """The context that restores the variables of `model` and its strategy, and all random states, at its end.
