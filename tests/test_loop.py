@@ -443,6 +443,12 @@ def test_a_strategy_is_not_sent_to_other_processes_where_each_would_train_alone(
 
 
 @EACH
+def test_a_copy_of_what_refers_to_a_strategy_refers_to_the_same(name):
+    strategy = strategy_of(name)
+    assert copy.deepcopy([strategy])[0] is strategy
+
+
+@EACH
 def test_a_prepared_model_can_be_copied(name):
     strategy = strategy_of(name)
     model = strategy.prepare(model_of(strategy))

@@ -31,7 +31,7 @@ import dataclasses
 import functools
 import random
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, Self
 
 import numpy as np
 import tensorflow as tf
@@ -197,6 +197,10 @@ class Strategy:
             f"The strategy `{self.name}` belongs to its process, and cannot be pickled",
             "make it in the process that uses it, with `tfdist.strategy(...)`",
         )
+
+    def __deepcopy__(self, memo: Any) -> Self:
+        """The strategy itself, for copies of what refers to it, such as KerasTuner's copies of callbacks."""
+        return self
 
     def divide_by_speeds(self, speeds: str | Sequence[int] | None) -> None:
         """Divides global batches in proportion to `speeds`, see `tfdist.interface.speeds`; for constructors."""
