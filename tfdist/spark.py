@@ -244,13 +244,14 @@ def _rows(dataset: Any, columns: Sequence[str], first: int, end: int) -> Any:
 def _array(column: Any, name: str) -> Any:
     """A column of a data frame as an array; its arrays become further dimensions."""
     import numpy as np
-    import pyarrow.compute
-    from pyarrow import types
+
+    with extras.importing("spark", "`read_parquet`"):
+        from pyarrow import types
 
     if column.null_count:
         raise DataError(f"The column `{name}` has no value in {column.null_count} rows", "fill or drop them in Spark")
     if types.is_list(column.type):
-        lengths = pyarrow.compute.list_value_length(column).unique().to_pylist()
+        lengths = column.value_lengths().unique().to_pylist()
         if len(lengths) > 1:
             raise DataError(
                 f"The column `{name}` has arrays of {min(lengths)} to {max(lengths)} values",
