@@ -92,3 +92,10 @@ def test_wrong_folders_and_columns_are_refused_in_a_sentence(tmp_path, written, 
         read(1, tmp_path / "typo", ["y"])
     with pytest.raises(UnknownNameError, match="Unknown column `lable`"):
         read(1, written(label=[1]), ["lable"])
+
+
+def test_a_package_that_the_executors_lack_is_an_error_that_names_the_variable_for_their_python():
+    from tfdist import spark
+
+    error = spark._named("Job aborted.\nModuleNotFoundError: No module named 'tfdist'\n")
+    assert error.sentence.endswith("No module named 'tfdist'") and "`PYSPARK_PYTHON`" in error.hint

@@ -177,9 +177,10 @@ def _named(message: str) -> TfdistError:
         return TfdistError(sentence, hint or "Spark's message above has the traceback")
     errors = re.findall(r"^[\w.]*(?:Error|Exception): .*$", message, re.MULTILINE)  # of Python, in an executor
     reason = errors[-1] if errors else message.partition("\n")[0]
-    return ClusterError(
-        f"The stage of the job failed: {reason}", "Spark's message above and the executor's log have more about it"
-    )
+    hint = "Spark's message above and the executor's log have more about it"
+    if reason.startswith("ModuleNotFoundError"):
+        hint = "set `PYSPARK_PYTHON` to a Python of the executors that has the driver's packages"
+    return ClusterError(f"The stage of the job failed: {reason}", hint)
 
 
 def read_parquet(folder: str | os.PathLike[str], columns: Sequence[str]) -> dict[str, Any]:

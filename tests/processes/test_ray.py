@@ -130,8 +130,13 @@ def environment(head):
 
 def run(name, folder, environment, *arguments):
     """Runs one of the programs; its exit code and output."""
+    return run_program([PROGRAM, name, folder, *map(str, arguments)], folder, environment)
+
+
+def run_program(command, folder, environment):
+    """Runs a program of Python's in a folder; its exit code and output."""
     done = subprocess.run(
-        [sys.executable, PROGRAM, name, folder, *map(str, arguments)],
+        [sys.executable, *command],
         cwd=folder,
         env=clean_environment() | environment,
         capture_output=True,
@@ -261,17 +266,9 @@ def test_kerastuner_trains_trials_at_the_same_time(tmp_path, environment):
     page = (ROOT / "docs" / "trackers_and_tuners.md").read_text(encoding="utf-8")
     (program,) = re.findall(r"```python\n((?:(?!```).)*^import keras_tuner\n.*?)```", page, re.DOTALL | re.MULTILINE)
     (tmp_path / "program.py").write_text(program.replace(":8000", f":{free_ports(1)[0]}"), encoding="utf-8")
-    done = subprocess.run(
-        [sys.executable, "program.py"],
-        cwd=tmp_path,
-        env=clean_environment() | environment,
-        capture_output=True,
-        text=True,
-        timeout=RUN_SECONDS,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    trials = re.findall(r"^\((?:np\.float64\()?([\d.]+)\)?, {'units': (\d+)}\)$", done.stdout, re.MULTILINE)
+    code, text = run_program(["program.py"], tmp_path, environment)
+    assert code == 0, text
+    trials = re.findall(r"^\((?:np\.float64\()?([\d.]+)\)?, {'units': (\d+)}\)$", text, re.MULTILINE)
     assert len({units for _, units in trials}) == 4
     assert max(float(score) for score, _ in trials) > 0.3
 

@@ -26,7 +26,7 @@ def trainjob(job: Job, image: str = pods.IMAGE) -> str:
         job,
         image,
         container=NODE,
-        snippet=pods.RANK_TO_ROLE.format(role=pods.role_of_rank(job)),
+        snippet=pods.start_by_rank(job),
         environment=[
             *pods.cluster_variable(job, addresses),
             *pods.shared_variables(job, name),

@@ -22,7 +22,7 @@ KUBERNETES_PREFIX = "tfdist-"
 KUBERNETES_HINT = "Kubernetes chooses the nodes; `nodeSelector` in the manifest narrows them"
 
 # Kubernetes replaces only `$(NAME)`; it leaves `$rank` and `$((rank - 1))` unchanged.
-RANK_TO_ROLE = """\
+_START_BY_RANK = """\
 rank=$JOB_COMPLETION_INDEX
 {role}
 export TF_CONFIG='{{"cluster": '"$CLUSTER"', "task": {{"type": "'"$role"'", "index": '"$index"'}}}}'
@@ -36,15 +36,16 @@ def preamble(needs: str, name: str, size: int) -> str:
     return _HEAD.format(needs=needs, size=size) + _SECRET_AND_POLICY.format(secret=secret, name=name)
 
 
-def role_of_rank(job: Job) -> str:
-    """Shell code that computes `role` and `index` from `rank`, in the order of `job.roles`."""
+def start_by_rank(job: Job) -> str:
+    """Shell code that computes a pod's role from its index, in the order of `job.roles`, and starts the program."""
     if not job.ps:
-        return "role=worker index=$rank"
-    return (
+        return _START_BY_RANK.format(role="role=worker index=$rank")
+    role = (
         "if [ $rank -eq 0 ]; then role=chief index=0\n"
         f"elif [ $rank -le {job.workers} ]; then role=worker index=$((rank - 1))\n"
         f"else role=ps index=$((rank - {job.workers + 1})); fi"
     )
+    return _START_BY_RANK.format(role=role)
 
 
 def cluster_variable(job: Job, addresses: list[str]) -> list[str]:
