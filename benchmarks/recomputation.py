@@ -139,16 +139,14 @@ def examples(name: str, count: int) -> tuple[Any, Any]:
 
 def compiled(strategy: Any, name: str) -> Any:
     """Returns the model, compiled for its task with its usual optimizer."""
-    import keras
-
-    from tfdist import data, models, tasks
+    from tfdist import data, models
+    from tfdist.run import optimizers
+    from tfdist.run.config import TrainConfig
 
     spec = data.load("synthetic", None, **EXAMPLES[name]).spec
     with strategy.scope():
         model = models.build(name, spec)
-        settings = models.training(name)
-        optimizer = keras.optimizers.get(settings.pop("optimizer")).__class__(**settings)
-        tasks.compile(model, spec, optimizer)
+        optimizers.compile(model, spec, TrainConfig(strategy.name, name, "synthetic"), steps_per_epoch=None)
     return model
 
 

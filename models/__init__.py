@@ -22,13 +22,14 @@ from typing import TYPE_CHECKING, Any
 
 from tfdist import registry
 from tfdist.errors import UsageError
+from tfdist.models._training import Training
 
 if TYPE_CHECKING:
     import keras
 
     from tfdist.data.spec import DataSpec
 
-__all__ = ["build", "knows", "names", "tasks", "training"]
+__all__ = ["Training", "build", "knows", "names", "tasks", "training"]
 
 # The model that error messages suggest for each task.
 FOR_TASK = {
@@ -102,14 +103,10 @@ def tasks(name: str) -> tuple[str, ...]:
     return tuple(_module_constant(name, "TASKS", ()))
 
 
-def training(name: str) -> dict[str, Any]:
-    """The default training settings of the model `name`.
-
-    Returns:
-        A dict with "optimizer", "learning_rate", and possibly "momentum" and "weight_decay"; empty if unknown, as for a
-        custom model, which is trained with Adam.
-    """
-    return dict(_module_constant(name, "TRAINING", {}))
+def training(name: str) -> Training | None:
+    """How the model `name` is usually trained; `None` if unknown, as for a custom model, which is trained with Adam."""
+    settings: Training | None = _module_constant(name, "TRAINING", None)
+    return settings
 
 
 def _module_constant(name: str, constant: str, default: Any) -> Any:

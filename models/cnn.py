@@ -6,9 +6,12 @@ import keras
 
 from tfdist.data.spec import DataSpec
 from tfdist.models import _fit
+from tfdist.models._training import Training
 from tfdist.options import Factor
 
 TASKS = ("classification",)
+# Rate and batch of the recipe `fashion_mnist-cnn`; Keras' usual rate of Adam.
+TRAINING = Training("adam", learning_rate=1e-3, batch_size=128)
 
 
 def build(spec: DataSpec, *, width: Factor = 1.0) -> keras.Model:

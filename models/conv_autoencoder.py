@@ -11,10 +11,12 @@ from keras import layers
 
 from tfdist.data.spec import DataSpec
 from tfdist.models import _fit
+from tfdist.models._training import Training
 from tfdist.options import Count, Factor
 
 TASKS = ("autoencoding",)
-TRAINING = {"optimizer": "adam", "learning_rate": 1e-3}
+# Keras' usual rate of Adam, at its usual batch; the paper has none.
+TRAINING = Training("adam", learning_rate=1e-3, batch_size=32)
 FILTERS = (32, 64)
 
 

@@ -10,9 +10,12 @@ import keras
 
 from tfdist.data.spec import DataSpec
 from tfdist.models import _fit
+from tfdist.models._training import Training
 from tfdist.options import Factor, Fraction
 
 TASKS = ("classification",)
+# The batch of PyTorch's and Horovod's MNIST examples; with Adam instead of their SGD.
+TRAINING = Training("adam", learning_rate=1e-3, batch_size=64)
 
 
 def build(spec: DataSpec, *, dropout: Fraction = 0.5, width: Factor = 1.0) -> keras.Model:

@@ -6,9 +6,12 @@ import keras
 
 from tfdist.data.spec import DataSpec
 from tfdist.models import _fit
+from tfdist.models._training import Training
 from tfdist.options import Count, Factor, Fraction
 
 TASKS = ("classification",)
+# Rate and batch of TensorFlow's quickstart for beginners.
+TRAINING = Training("adam", learning_rate=1e-3, batch_size=32)
 
 
 def build(spec: DataSpec, *, units: Count = 128, dropout: Fraction = 0.2, width: Factor = 1.0) -> keras.Model:

@@ -12,11 +12,13 @@ from keras import layers, ops
 
 from tfdist.data.spec import PADDING, DataSpec
 from tfdist.models import _fit
+from tfdist.models._training import Training
 from tfdist.options import Count, CountOrZero, Factor, Fraction
 
 TASKS = ("text_classification",)
-# Adagrad, because rare rows of a large table need large steps, and its update is as sparse as the gradient.
-TRAINING = {"optimizer": "adagrad", "learning_rate": 0.5}
+# Adagrad, because rare rows of a large table need large steps, and its update is as sparse as the gradient. Rate and
+# batch of the recipe `mr-nbow`.
+TRAINING = Training("adagrad", learning_rate=0.5, batch_size=32)
 
 
 def build(

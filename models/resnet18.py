@@ -10,10 +10,12 @@ from keras import layers
 
 from tfdist.data.spec import DataSpec
 from tfdist.models import _fit, _residual
+from tfdist.models._training import Training
 from tfdist.options import Factor
 
 TASKS = ("classification",)
-TRAINING = {"optimizer": "sgd", "learning_rate": 0.1, "momentum": 0.9, "weight_decay": 1e-4}
+# Rate, batch, momentum and weight decay of the paper, section 3.4.
+TRAINING = Training("sgd", learning_rate=0.1, batch_size=256, momentum=0.9, weight_decay=1e-4)
 
 
 def build(spec: DataSpec, *, synchronized: bool = False, width: Factor = 1.0) -> keras.Model:

@@ -28,6 +28,7 @@ from keras import layers, ops
 
 from tfdist.data.spec import END, START, DataSpec
 from tfdist.models import _fit
+from tfdist.models._training import Training
 from tfdist.options import Count, Factor, Fraction
 
 States = dict[str, np.ndarray]
@@ -91,7 +92,8 @@ def _largest(values: np.ndarray, count: int) -> np.ndarray:
 
 
 TASKS = ("translation",)
-TRAINING = {"optimizer": "adam", "learning_rate": 1e-3}
+# Rate and batch of the recipe `multi30k-seq2seq`.
+TRAINING = Training("adam", learning_rate=1e-3, batch_size=64)
 
 
 def build(

@@ -14,10 +14,12 @@ from keras import ops
 
 from tfdist.data.spec import DataSpec
 from tfdist.models import _fit
+from tfdist.models._training import Training
 from tfdist.options import Count, Factor, Fraction
 
 TASKS = ("characters",)
-TRAINING = {"optimizer": "adam", "learning_rate": 2e-3}
+# Rate and batch of the recipe `tinyshakespeare-stateful_rnn`.
+TRAINING = Training("adam", learning_rate=2e-3, batch_size=32)
 
 
 def build(

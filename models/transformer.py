@@ -14,10 +14,12 @@ from keras import ops
 from tfdist.data.spec import PADDING, DataSpec
 from tfdist.errors import UsageError
 from tfdist.models import _fit
+from tfdist.models._training import Training
 from tfdist.options import Count, Factor, Fraction
 
 TASKS = ("text_classification", "characters")
-TRAINING = {"optimizer": "adamw", "learning_rate": 1e-3, "weight_decay": 0.01}
+# Rate and batch are tfdist's choice.
+TRAINING = Training("adamw", learning_rate=1e-3, batch_size=32, weight_decay=0.01)
 
 
 def build(

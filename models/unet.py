@@ -12,10 +12,12 @@ from keras import layers
 
 from tfdist.data.spec import DataSpec
 from tfdist.models import _fit
+from tfdist.models._training import Training
 from tfdist.options import Count, Factor, Fraction
 
 TASKS = ("segmentation",)
-TRAINING = {"optimizer": "adam", "learning_rate": 1e-3}
+# Rate and batch are tfdist's choice; the paper has SGD and a batch of one large image.
+TRAINING = Training("adam", learning_rate=1e-3, batch_size=32)
 LEVELS = 4
 
 

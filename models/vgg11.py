@@ -11,10 +11,12 @@ from keras import layers
 
 from tfdist.data.spec import DataSpec
 from tfdist.models import _fit
+from tfdist.models._training import Training
 from tfdist.options import Factor, Fraction
 
 TASKS = ("classification",)
-TRAINING = {"optimizer": "sgd", "learning_rate": 0.01, "momentum": 0.9, "weight_decay": 5e-4}
+# Rate, batch, momentum and weight decay of the paper, section 3.1.
+TRAINING = Training("sgd", learning_rate=0.01, batch_size=256, momentum=0.9, weight_decay=5e-4)
 GROUPS = ((64,), (128,), (256, 256), (512, 512), (512, 512))
 
 

@@ -10,10 +10,12 @@ import keras
 
 from tfdist.data.spec import DataSpec
 from tfdist.models import _fit
+from tfdist.models._training import Training
 from tfdist.options import Factor
 
 TASKS = ("classification",)
-TRAINING = {"optimizer": "sgd", "learning_rate": 0.01, "momentum": 0.9, "weight_decay": 5e-4}
+# Rate, batch, momentum and weight decay of the paper, section 3.1.
+TRAINING = Training("sgd", learning_rate=0.01, batch_size=256, momentum=0.9, weight_decay=5e-4)
 
 
 def build(spec: DataSpec, *, width: Factor = 1.0) -> keras.Model:

@@ -224,10 +224,11 @@ def test_a_translation_is_the_likeliest_that_its_beams_can_find():
 
 
 @pytest.mark.parametrize("name", tfdist.models.names())
-def test_what_a_model_is_trained_with_is_an_optimizer_of_keras(name):
+def test_each_model_states_an_optimizer_of_keras_and_the_batch_of_its_learning_rate(name):
     training = tfdist.models.training(name)
-    assert training.pop("optimizer", "adam") in OPTIMIZERS
-    assert set(training) <= {"learning_rate", "momentum", "weight_decay"}
+    assert training.optimizer in OPTIMIZERS
+    assert training.batch_size >= 1
+    assert training.rate(training.batch_size) == training.learning_rate
 
 
 @pytest.mark.sampled(4)

@@ -8,6 +8,7 @@ import json
 import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 
 import tfdist
 from tests import zoo
@@ -127,7 +128,7 @@ def test_the_command_trains_every_task_and_shows_it(tmp_path, task):
     assert file in found["files"].values() and (tmp_path / "r" / file).stat().st_size > 100
     assert np.isfinite(found["test_metrics"]["loss"])
     assert ("bleu" in found["test_metrics"]) == (task == "translation")
-    assert found["optimizer"] == models.training(model).get("optimizer", "adam")
+    assert found["optimizer"] == models.training(model).optimizer
 
 
 @pytest.mark.thorough
@@ -166,17 +167,45 @@ def settings(**options):
 
 
 def test_a_model_is_trained_as_it_usually_is_unless_something_else_is_said():
-    assert settings() == {"optimizer": "sgd", "learning_rate": 0.1, "momentum": 0.9, "weight_decay": 1e-4}
-    assert settings(optimizer="sgd", learning_rate=0.2)["momentum"] == 0.9
+    usual = {"optimizer": "sgd", "learning_rate": 0.1, "momentum": 0.9, "weight_decay": 1e-4}
+    assert settings(batch_size=128) == usual
+    assert settings(optimizer="sgd", learning_rate=0.2) == usual | {"learning_rate": 0.2}
     assert settings(optimizer="adam") == {"optimizer": "adam"}
-    assert settings(model="mlp") == {"optimizer": "adam"}
+    assert settings(model="mlp") == {"optimizer": "adam", "learning_rate": 1e-3}
+
+
+def test_the_usual_rate_is_scaled_to_the_examples_of_an_update():
+    assert settings(batch_size=32)["learning_rate"] == 0.025
+    assert settings(batch_size=256)["learning_rate"] == 0.2
+    assert settings(batch_size=64, gradient_accumulation=4)["learning_rate"] == 0.2
+    assert settings(model="mlp", batch_size=128)["learning_rate"] == 0.002
+    assert settings(batch_size=256, optimizer="adam") == {"optimizer": "adam"}
+
+
+def compiled(steps_per_epoch=10, **options):
+    """The optimizer of a run, with a model of one layer."""
+    of_run = {"strategy": "single", "model": "mlp", "dataset": "digits"} | options
+    model = keras.Sequential([keras.Input((64,)), keras.layers.Dense(10)])
+    optimizers.compile(model, data.load("digits").spec, config.TrainConfig(**of_run), steps_per_epoch)
+    return model.optimizer
+
+
+def test_a_rate_that_is_scaled_up_rises_in_the_first_tenth_of_the_run_at_most_five_epochs():
+    def rates(steps, **options):
+        optimizer = compiled(batch_size=128, **options)
+        return [float(optimizer._learning_rate(step)) for step in steps]
+
+    assert rates([0, 5, 10, 99], epochs=10) == pytest.approx([0, 0.001, 0.002, 0.002])
+    assert rates([25, 50, 999], epochs=100) == pytest.approx([0.001, 0.002, 0.002])
+    for steady in ({"warmup_epochs": 0.0}, {"steps_per_epoch": None}):
+        assert float(compiled(batch_size=128, **steady).learning_rate) == pytest.approx(0.002)
+    assert float(compiled(batch_size=8).learning_rate) == pytest.approx(0.0005)
+    assert float(compiled(batch_size=128, learning_rate=0.1).learning_rate) == pytest.approx(0.1)
 
 
 def rates(steps, **options):
-    made = optimizers.make(
-        config.TrainConfig(strategy="single", model="mlp", dataset="digits", learning_rate=0.1, **options), 10
-    )
-    return [float(made._learning_rate(step)) for step in steps]
+    optimizer = compiled(learning_rate=0.1, **options)
+    return [float(optimizer._learning_rate(step)) for step in steps]
 
 
 def test_a_cosine_ends_at_zero_and_a_warm_up_begins_there():
@@ -188,18 +217,58 @@ def test_a_cosine_ends_at_zero_and_a_warm_up_begins_there():
 
 
 def test_a_setting_that_an_optimizer_does_not_have_is_refused():
-    made = config.TrainConfig(strategy="single", model="mlp", dataset="digits", momentum=0.9)
-    with pytest.raises(UsageError, match=r"The optimizer `adam` cannot have `momentum` 0\.9: .*\n\nhint: leave it out"):
-        optimizers.make(made, 10)
-    cosine = config.TrainConfig(strategy="single", model="mlp", dataset="digits", schedule="cosine")
-    warm = config.TrainConfig(strategy="single", model="mlp", dataset="digits", warmup_epochs=1.0)
+    with pytest.raises(UsageError, match=r"The optimizer `adam` cannot have .*`momentum` 0\.9: .*\n\nhint: leave"):
+        compiled(momentum=0.9)
     with pytest.raises(UsageError, match="`--warmup-epochs` depends on the number of steps, which is unknown"):
-        optimizers.make(warm, None)
-    with pytest.raises(
-        UsageError,
-        match="`--schedule cosine` depends on the number of steps, which is unknown",
-    ):
-        optimizers.make(cosine, None)
+        compiled(None, warmup_epochs=1.0)
+    with pytest.raises(UsageError, match="`--schedule cosine` depends on the number of steps, which is unknown"):
+        compiled(None, schedule="cosine")
+
+
+def test_weight_decay_with_sgd_passes_through_the_momentum_as_in_a_loop_by_hand():
+    """Momentum SGD on the gradient of the cross-entropy plus 1e-2 times the kernels, as in PyTorch and the papers."""
+    keras.utils.set_random_seed(3)
+    rng = np.random.default_rng(3)
+    x, y = rng.random((24, 8, 8, 1), np.float32), rng.integers(0, 10, 24).astype(np.int32)
+    source = Source.from_arrays("some", classes=10, train=(x, y))
+    model = models.build("resnet20", source.spec, width=0.25)
+    by_hand = keras.models.clone_model(model)
+    by_hand.set_weights(model.get_weights())
+    options = {"batch_size": 8, "learning_rate": 0.05, "weight_decay": 1e-2}
+    optimizers.compile(model, source.spec, config.TrainConfig("single", "resnet20", "digits", **options), 3)
+    tfdist.strategy("single", seed=0).fit(model, x, y, batch_size=8, epochs=2, shuffle=False, verbose=0)
+
+    velocities = [tf.zeros(variable.shape) for variable in by_hand.trainable_variables]
+    for batch in [*range(0, 24, 8)] * 2:
+        with tf.GradientTape() as tape:
+            logits = by_hand(x[batch : batch + 8], training=True)
+            loss = keras.losses.sparse_categorical_crossentropy(y[batch : batch + 8], logits, from_logits=True)
+            loss = tf.reduce_mean(loss)
+        gradients = tape.gradient(loss, [variable.value for variable in by_hand.trainable_variables])
+        for i, (variable, gradient) in enumerate(zip(by_hand.trainable_variables, gradients, strict=True)):
+            decay = 1e-2 * variable if variable.path.endswith("kernel") else 0.0
+            velocities[i] = 0.9 * velocities[i] - 0.05 * (gradient + decay)
+            variable.assign_add(velocities[i])
+    for trained, expected in zip(model.get_weights(), by_hand.get_weights(), strict=True):
+        np.testing.assert_allclose(trained, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_weight_decay_is_stored_with_the_model_and_other_optimizers_have_their_own(tmp_path):
+    def regularizers(model):
+        return [layer.kernel_regularizer for layer in model.layers if hasattr(layer, "kernel")]
+
+    spec = data.load("digits").spec
+    model = models.build("resnet20", spec, width=0.25)
+    optimizers.compile(model, spec, config.TrainConfig("single", "resnet20", "digits"), 10)
+    model.save(tmp_path / "model.keras")
+    stored = regularizers(keras.models.load_model(tmp_path / "model.keras"))
+    assert {float(regularizer.l2) for regularizer in stored} == {0.5e-4}
+    assert model.optimizer.weight_decay is None
+
+    adamw = models.build("resnet20", spec, width=0.25)
+    options = {"optimizer": "adamw", "weight_decay": 0.01}
+    optimizers.compile(adamw, spec, config.TrainConfig("single", "resnet20", "digits", **options), 10)
+    assert set(regularizers(adamw)) == {None} and adamw.optimizer.weight_decay == 0.01
 
 
 @pytest.mark.parametrize(

@@ -69,7 +69,6 @@ def estimate(
 ) -> Estimate:
     """Estimates the memory of a replica that trains on `batch_size` examples per step."""
     import tfdist
-    from tfdist import tasks
     from tfdist.internals import keras_variables
     from tfdist.loop import peak_memory
     from tfdist.run import optimizers
@@ -82,7 +81,7 @@ def estimate(
     with keras_variables.without_memory(), strategy.scope():
         built = models.build(model, source.spec, **model_options or {})
         if not built.compiled:
-            tasks.compile(built, source.spec, optimizers.make(config, feed.num_batches))
+            optimizers.compile(built, source.spec, config, feed.num_batches)
         return peak_memory.of_training(strategy, built, batch_size, feed.spec)
 
 

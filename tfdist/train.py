@@ -187,11 +187,20 @@ def _refuse_missing_secrets(earlier: Mapping[str, Any], given: Mapping[str, Any]
 @_optimisation(
     "--optimizer", metavar="NAME", help=_names(configs.OPTIMIZERS) + "; by default the model's usual optimizer"
 )
-@_optimisation("--learning-rate", type=float, help="learning rate; by default the usual value for the model")
+@_optimisation(
+    "--learning-rate", type=float, help="by default the usual rate of the model, scaled to the batch (docs/models.md)"
+)
 @_optimisation("--momentum", type=float, help="momentum of sgd; by default the usual value for the model")
-@_optimisation("--weight-decay", type=float, help="weight decay; by default the usual value for the model")
+@_optimisation(
+    "--weight-decay", type=float, help="with sgd L2 regularization; by default the usual value for the model"
+)
 @_optimisation("--schedule", default="constant", show_default=True, metavar="NAME", help=_names(configs.SCHEDULES))
-@_optimisation("--warmup-epochs", type=float, default=0.0, help="epochs in which the learning rate rises from 0")
+@_optimisation(
+    "--warmup-epochs",
+    type=float,
+    help="epochs in which the learning rate rises from 0; by default a tenth of the epochs, at most 5, for a batch "
+    "above the model's reference batch",
+)
 @_optimisation("--gradient-accumulation", type=int, default=1, show_default=True, help="batches per update")
 @_optimisation("--seed", type=int, default=0, show_default=True, help="seed of weights, order and random layers")
 @_optimisation("--target-accuracy", type=float, metavar="FRACTION", help="stop at this validation accuracy")

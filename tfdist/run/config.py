@@ -61,11 +61,13 @@ class TrainConfig:
         model_options: the options of the model, by name.
         strategy_options: the options of the strategy, by name.
         optimizer: one of `OPTIMIZERS`; by default the usual optimizer of the model.
-        learning_rate: by default the usual value for the model with its usual optimizer, else the optimizer's default.
-        momentum: likewise.
-        weight_decay: likewise.
+        learning_rate: by default, with the model's usual optimizer, its usual rate, scaled from its reference batch to
+            the batch of the run; with another optimizer the optimizer's default.
+        momentum: by default the usual value of the model with its usual optimizer, else the optimizer's default.
+        weight_decay: likewise; with `sgd` L2 regularization of the kernels, with others decoupled from the gradient.
         schedule: the learning rate schedule, one of `SCHEDULES`; "cosine" ends at 0 after the last epoch.
-        warmup_epochs: the number of epochs, or fraction, over which the learning rate rises from 0.
+        warmup_epochs: the number of epochs, or fraction, over which the learning rate rises from 0; by default a tenth
+            of the epochs, at most 5, if the usual learning rate of the model is scaled up to the batch, else 0.
         dtype_policy: one of `DTYPE_POLICIES`.
         gradient_accumulation: batches per update; their gradients are averaged.
         devices: number of devices, or their names; `None` is the strategy's default.
@@ -103,7 +105,7 @@ class TrainConfig:
     momentum: float | None = None
     weight_decay: float | None = None
     schedule: str = "constant"
-    warmup_epochs: float = 0.0
+    warmup_epochs: float | None = None
     dtype_policy: str = "float32"
     gradient_accumulation: int = 1
     devices: int | tuple[str, ...] | None = None
@@ -232,7 +234,7 @@ def _check_optimizer(config: TrainConfig) -> None:
         raise UsageError(f"`--momentum` is {config.momentum}", "use 0 or more, below 1")
     if config.weight_decay is not None and not 0 <= config.weight_decay < math.inf:
         raise UsageError(f"`--weight-decay` is {config.weight_decay}", "use 0 or more, such as 1e-4")
-    if not 0 <= config.warmup_epochs < config.epochs:
+    if config.warmup_epochs is not None and not 0 <= config.warmup_epochs < config.epochs:
         raise UsageError(
             f"`--warmup-epochs` is {config.warmup_epochs:g} of {config.epochs} epochs", "use fewer than all of them"
         )

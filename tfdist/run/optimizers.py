@@ -1,4 +1,15 @@
-"""Builds the optimizer of a run: the requested optimizer, else the model's usual optimizer, else Adam."""
+"""Compiles the model of a run: the requested optimizer, else the model's usual optimizer, else Adam.
+
+The usual learning rate of a model is scaled to the batch of the run (`tfdist.models._training`). If the batch is larger
+than the model's reference batch, the rate rises from 0 at the start: large steps along the gradients of new weights
+diverge (P. Goyal and others, arXiv 1706.02677, section 2.2).
+
+Synopsis:
+
+    >>> config = TrainConfig(strategy="single", model="resnet20", dataset="digits", batch_size=64)
+    >>> settings(config)
+    {'optimizer': 'sgd', 'learning_rate': 0.05, 'momentum': 0.9, 'weight_decay': 0.0001}
+"""
 
 from __future__ import annotations
 
@@ -6,9 +17,22 @@ from typing import Any
 
 import keras
 
-from tfdist import models
+from tfdist import models, tasks
+from tfdist.data.spec import DataSpec
 from tfdist.errors import UsageError
+from tfdist.internals import keras as keras_internals
 from tfdist.run.config import TrainConfig
+
+# Goyal and others train 90 epochs and warm up in the first 5; a shorter run warms up in its first tenth.
+WARMUP_EPOCHS, WARMUP_SHARE = 5.0, 0.1
+# The weights that are decayed (not biases, normalizations and embeddings), and the attributes of layers that regularize
+# them.
+_REGULARIZERS = {
+    "kernel": ("kernel_regularizer", "depthwise_regularizer"),
+    "recurrent_kernel": ("recurrent_regularizer",),
+    "depthwise_kernel": ("depthwise_regularizer",),
+    "pointwise_kernel": ("pointwise_regularizer",),
+}
 
 
 def settings(config: TrainConfig) -> dict[str, Any]:
@@ -16,26 +40,55 @@ def settings(config: TrainConfig) -> dict[str, Any]:
 
     The model's settings apply only to its usual optimizer; another requested optimizer has its own defaults.
     """
-    defaults = {"optimizer": "adam"} | models.training(config.model)
-    if config.optimizer not in (None, defaults["optimizer"]):
-        defaults = {"optimizer": config.optimizer}
+    usual = _usual(config)
+    defaults: dict[str, Any] = {"optimizer": config.optimizer or "adam"}
+    if usual is not None:
+        defaults = {
+            "optimizer": usual.optimizer,
+            "learning_rate": usual.rate(_batch_size(config)),
+            "momentum": usual.momentum,
+            "weight_decay": usual.weight_decay,
+        }
     requested = {name: getattr(config, name) for name in ("learning_rate", "momentum", "weight_decay")}
-    return defaults | {name: value for name, value in requested.items() if value is not None}
+    values = defaults | {name: value for name, value in requested.items() if value is not None}
+    return {name: value for name, value in values.items() if value is not None}
 
 
-def make(config: TrainConfig, steps_per_epoch: int | None) -> keras.optimizers.Optimizer:
-    """Builds the optimizer of a run.
+def warmup_epochs(config: TrainConfig) -> float:
+    """The epochs in which the learning rate rises from 0: as requested, else by the size of the batch."""
+    if config.warmup_epochs is not None:
+        return config.warmup_epochs
+    usual = _usual(config)
+    if usual is None or config.learning_rate is not None or _batch_size(config) <= usual.batch_size:
+        return 0.0
+    return min(WARMUP_EPOCHS, WARMUP_SHARE * config.epochs)
+
+
+def compile(model: keras.Model, spec: DataSpec, config: TrainConfig, steps_per_epoch: int | None) -> None:
+    """Compiles `model` with the loss and metrics of its task and the optimizer of the run.
+
+    Weight decay with SGD is L2 regularization: half the factor times the sum of squares of the kernels is added to the
+    loss, so that the decay passes through the momentum as in the papers. Keras' SGD bypasses the momentum, which makes
+    the decay weaker by the factor 1 / (1 - momentum).
 
     Args:
+        model: a built model that is not compiled.
+        spec: the spec of the dataset.
         config: the options of the run.
         steps_per_epoch: batches per epoch, for a schedule; `None` if unknown.
 
     Raises:
         UsageError: the optimizer does not have a setting, or a schedule needs an unknown number of steps.
     """
+    options = settings(config)
+    if options["optimizer"] == "sgd":
+        _regularize(model, options.pop("weight_decay", 0.0))
+    tasks.compile(model, spec, _optimizer(options, config, steps_per_epoch))
+
+
+def _optimizer(options: dict[str, Any], config: TrainConfig, steps_per_epoch: int | None) -> keras.optimizers.Optimizer:
     # `keras.optimizers.get` does not accept the names of all optimizers.
     classes = {name.lower(): value for name, value in vars(keras.optimizers).items() if isinstance(value, type)}
-    options = settings(config)
     name = options.pop("optimizer")
     if config.gradient_accumulation > 1:
         options["gradient_accumulation_steps"] = config.gradient_accumulation
@@ -44,9 +97,34 @@ def make(config: TrainConfig, steps_per_epoch: int | None) -> keras.optimizers.O
     except (TypeError, ValueError) as error:
         values = ", ".join(f"`{option}` {value}" for option, value in options.items())
         raise UsageError(f"The optimizer `{name}` cannot have {values}: {error}", "leave it out") from error
-    if config.schedule != "constant" or config.warmup_epochs:
+    # Without a known number of steps there is no usual warm-up; one that is requested is refused.
+    warms_up = warmup_epochs(config) and (steps_per_epoch is not None or config.warmup_epochs is not None)
+    if config.schedule != "constant" or warms_up:
         optimizer.learning_rate = _schedule(config, float(optimizer.learning_rate.numpy()), steps_per_epoch)
     return optimizer
+
+
+def _regularize(model: keras.Model, weight_decay: float) -> None:
+    """Adds L2 regularization to the kernels of `model` that have none, and to the configs of their layers."""
+    regularizer = keras.regularizers.L2(weight_decay / 2)
+    for layer in keras_internals.all_layers(model) if weight_decay else ():
+        for name, attributes in _REGULARIZERS.items():
+            kernel = getattr(layer, name, None)
+            if isinstance(kernel, keras.Variable) and kernel.trainable and kernel.regularizer is None:
+                kernel.regularizer = regularizer
+                for attribute in filter(layer.__dict__.__contains__, attributes):
+                    setattr(layer, attribute, regularizer)
+
+
+def _usual(config: TrainConfig) -> models.Training | None:
+    """The model's usual training, if the run uses its optimizer."""
+    usual = models.training(config.model)
+    return usual if usual is not None and config.optimizer in (None, usual.optimizer) else None
+
+
+def _batch_size(config: TrainConfig) -> int:
+    """Examples per update."""
+    return config.batch_size * config.gradient_accumulation
 
 
 def _schedule(config: TrainConfig, learning_rate: float, steps_per_epoch: int | None) -> Any:
@@ -57,7 +135,7 @@ def _schedule(config: TrainConfig, learning_rate: float, steps_per_epoch: int | 
             "leave it out",
         )
     updates_per_epoch = steps_per_epoch / config.gradient_accumulation
-    warmup = round(config.warmup_epochs * updates_per_epoch)
+    warmup = round(warmup_epochs(config) * updates_per_epoch)
     decay = max(1, round(config.epochs * updates_per_epoch) - warmup)
     return keras.optimizers.schedules.CosineDecay(
         0.0 if warmup else learning_rate,

@@ -269,7 +269,7 @@ class Session:
             model = models.build(config.model, source.spec, **self.model_options)
             compiled = model.compiled
             if not compiled:
-                tasks.compile(model, source.spec, optimizers.make(config, train.num_batches))
+                optimizers.compile(model, source.spec, config, train.num_batches)
         if ":" in config.model or ":" in config.dataset:  # the user's own code
             self._warn_of_mistakes(model, source, compiled)
         return strategy, source, model, train

@@ -11,7 +11,7 @@ import keras
 import numpy as np
 
 import tfdist
-from tfdist import models, tasks
+from tfdist import models
 from tfdist.advisor.costs import Link, link_of
 from tfdist.data.input.array_feed import ArrayFeed
 from tfdist.data.tools import for_model
@@ -186,7 +186,7 @@ def make_replicas(
     built = models.build(model, source.spec, **model_options or {})
     if not built.compiled:
         config = TrainConfig("single", model, dataset, batch_size=batch_size, seed=seed, **training)
-        tasks.compile(built, source.spec, optimizers.make(config, feed.num_batches))
+        optimizers.compile(built, source.spec, config, feed.num_batches)
     built.optimizer.build(built.trainable_variables)
     strategy.prepare(built)
     return Replicas(built, feed, workers), source.feed("test", batch_size, world=strategy.world)
