@@ -39,6 +39,7 @@ FOR_TASK = {
     "translation": "seq2seq",
     "characters": "stateful_rnn",
     "autoencoding": "conv_autoencoder",
+    "generation": "vae",
 }
 
 
@@ -57,8 +58,8 @@ def build(name: str, spec: DataSpec, **options: Any) -> keras.Model:
         **options: options of the model, such as `units` for `mlp`; all models of tfdist have `width`.
 
     Returns:
-        A model from examples x of `spec.task` to logits `[B, *spec.target_shape, spec.classes]`; for autoencoding to
-        pixels like x. Outputs of tfdist's models are float32 under any dtype policy.
+        A model from examples x of `spec.task` to logits `[B, *spec.target_shape, spec.classes]`; for autoencoding and
+        generation to pixels like x. Outputs of tfdist's models are float32 under any dtype policy.
 
     Raises:
         UnknownNameError: there is no such model.

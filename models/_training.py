@@ -31,6 +31,7 @@ class Training:
         momentum: of SGD.
         weight_decay: with SGD the factor of the kernels in the gradient, that is L2 regularization; with other
             optimizers decoupled from the gradient (Loshchilov and Hutter, ICLR 2019).
+        beta_1: of Adam and its variants.
     """
 
     optimizer: str
@@ -38,6 +39,7 @@ class Training:
     batch_size: int
     momentum: float | None = None
     weight_decay: float | None = None
+    beta_1: float | None = None
 
     def rate(self, batch_size: int) -> float:
         """The learning rate for updates of `batch_size` examples."""

@@ -89,6 +89,6 @@ def load_origin(origin: Origin) -> Source:
     source = load(origin.name, origin.data_dir, **dict(origin.options))
     if origin.limit is not None:
         source = source.limit(origin.limit)
-    if origin.autoencoding:
-        source = source.for_autoencoding()
+    if origin.task is not None:
+        source = source.for_task(origin.task)
     return source.cached() if origin.cached else source

@@ -7,7 +7,7 @@
 | text_classification | int32 `[N, length]`, padded with 0 at the end | int32 `[N]` |
 | translation | "source" int32 `[N, S]`, "target" int32 `[N, T]`: start + sentence | int32 `[N, T]`: sentence + end |
 | characters | int32 `[N, steps]` | int32 `[N, steps]`, the next character of each |
-| autoencoding | float32 `[N, H, W, C]`, pixels in [0, 1] | x itself |
+| autoencoding, generation | float32 `[N, H, W, C]`, pixels in [0, 1] | x itself |
 
 Synopsis:
 
@@ -25,7 +25,12 @@ from dataclasses import dataclass, field
 from tfdist.errors import UsageError
 
 SPLITS = ("train", "validation", "test")
-TASKS = ("classification", "segmentation", "text_classification", "translation", "characters", "autoencoding")
+TASKS = (
+    *("classification", "segmentation", "text_classification", "translation", "characters"),
+    *("autoencoding", "generation"),
+)
+# The tasks whose targets are the examples themselves. Any dataset of pictures can be used for them.
+OF_PICTURES = ("autoencoding", "generation")
 
 # The first tokens of every vocabulary; only the targets of translation use the last two.
 PADDING, UNKNOWN, START, END = range(4)
@@ -41,7 +46,8 @@ class DataSpec:
         input_shape: the shape of one example, without the batch: `(28, 28, 1)`, `(16,)`; `(length,)` for token
             sequences; for translation the shape of the source sentence.
         classes: the number of classes, with labels from 0 to `classes - 1`; for translation the size of the target's
-            vocabulary, for characters the number of different characters, for autoencoding 0.
+            vocabulary, for characters the number of different characters, for
+            autoencoding and generation 0.
         examples: the number of examples in "train", "validation" and "test"; an absent split has 0.
         class_names: one name per class, or empty.
         target_shape: the shape of one example's target, without the batch: `()` for class labels, `(H, W)` for
@@ -80,7 +86,7 @@ class DataSpec:
         self._check(shape_fits, "input_shape", self.input_shape, "use positive sizes, such as `(28, 28, 1)`")
         target_fits = min(self.target_shape, default=1) > 0
         self._check(target_fits, "target_shape", self.target_shape, "use positive sizes, or `()` for labels")
-        classes_fit = self.classes > 0 or (self.task == "autoencoding" and self.classes == 0)
+        classes_fit = self.classes > 0 or (self.targets_are_inputs and self.classes == 0)
         self._check(classes_fit, "classes", self.classes, "use the number of different labels")
         counts_fit = min(self.examples.values()) >= 0
         self._check(counts_fit, "examples", dict(self.examples), "use 0 for a split without examples")
@@ -88,6 +94,11 @@ class DataSpec:
         self._check(self.vocabulary_size >= 0, "vocabulary_size", self.vocabulary_size, "use 0 for none")
         self._check_names("vocabulary", self.vocabulary_size)
         self._check_names("target_vocabulary", self.classes)
+
+    @property
+    def targets_are_inputs(self) -> bool:
+        """Whether the target of each example is the example itself."""
+        return self.task in OF_PICTURES
 
     def _check_names(self, attribute: str, count: int) -> None:
         names = getattr(self, attribute)

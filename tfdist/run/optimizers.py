@@ -48,6 +48,7 @@ def settings(config: TrainConfig) -> dict[str, Any]:
             "learning_rate": usual.rate(_batch_size(config)),
             "momentum": usual.momentum,
             "weight_decay": usual.weight_decay,
+            "beta_1": usual.beta_1,
         }
     requested = {name: getattr(config, name) for name in ("learning_rate", "momentum", "weight_decay")}
     values = defaults | {name: value for name, value in requested.items() if value is not None}

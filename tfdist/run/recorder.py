@@ -53,7 +53,7 @@ def loading(model: keras.Model, path: Path) -> str:
         kind.__name__: kind.__module__ for kind in custom if keras.saving.get_registered_name(kind) == kind.__name__
     }
     custom_objects = ", ".join(f"{name!r}: {module}.{name}" for name, module in sorted(unregistered.items()))
-    compiled = [*keras_internals.metrics_of(model), model.loss]
+    compiled = [*keras_internals.metrics_of(model), *([] if model.loss is None else [model.loss])]
     loadable = all(isinstance(part, str) or keras_internals.is_of_keras(type(part)) for part in compiled)
     arguments = [
         f"{str(path)!r}",

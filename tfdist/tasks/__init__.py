@@ -122,6 +122,7 @@ def show(run: Run) -> None:
     | translation | `translations.txt` | `bleu` |
     | characters | `sample.txt` | |
     | autoencoding | `reconstructions.png` | |
+    | generation | `samples.png` | |
     """
     _module(run.source.spec).show(run)
 

@@ -1,7 +1,8 @@
-"""The figures at the end of a run: a grid of images, and a confusion matrix."""
+"""The figures at the end of a run: grids of images, and a confusion matrix."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,33 @@ def grid(path: Path, columns: Sequence[tuple[str, Sequence[Any]]], title: str) -
             axes[row][column].imshow(np.squeeze(np.clip(image, 0, 1)), cmap="gray", vmin=0, vmax=1)
             axes[row][column].set_axis_off()
     files.write_atomically(path, figure.savefig)
+
+
+def mosaics(path: Path, panels: Sequence[tuple[str, np.ndarray]], title: str) -> None:
+    """Draws sets of images side by side, each set as a square of tiles.
+
+    Args:
+        path: the PNG file.
+        panels: the title of each set, and its images: `[N, H, W, 1]` or `[N, H, W, 3]` in [0, 1].
+        title: the title of the figure.
+    """
+    figure = _figure((5.0 * len(panels), 5.6))
+    figure.suptitle(title, fontweight="bold")
+    for axes, (name, images) in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
+        axes.set_title(name)
+        axes.imshow(np.squeeze(_tiled(np.clip(images, 0, 1))), cmap="gray", vmin=0, vmax=1, interpolation="nearest")
+        axes.set_axis_off()
+    files.write_atomically(path, figure.savefig)
+
+
+def _tiled(images: np.ndarray) -> np.ndarray:
+    """Images `[N, H, W, C]` as one image, row by row, with a pixel between neighbours."""
+    side = math.ceil(math.sqrt(len(images)))
+    missing = side * side - len(images)
+    tiles = np.pad(images, ((0, missing), (0, 1), (0, 1), (0, 0)), constant_values=1)
+    _, height, width, channels = tiles.shape
+    rows = tiles.reshape(side, side, height, width, channels).swapaxes(1, 2)
+    return rows.reshape(side * height, side * width, channels)[:-1, :-1]
 
 
 def colours(mask: np.ndarray, classes: int, ignored_class: int | None) -> np.ndarray:

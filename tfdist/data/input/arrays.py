@@ -25,7 +25,7 @@ Arrays = tuple[Any, np.ndarray]
 def model_types(spec: DataSpec) -> tuple[type[np.generic], type[np.generic]]:
     """The types of x and y that a model sees."""
     tokens = spec.task in ("text_classification", "translation", "characters")
-    return (np.int32 if tokens else np.float32), (np.float32 if spec.task == "autoencoding" else np.int32)
+    return (np.int32 if tokens else np.float32), (np.float32 if spec.targets_are_inputs else np.int32)
 
 
 def label_type(spec: DataSpec) -> np.dtype:
@@ -47,7 +47,7 @@ def checked(spec: DataSpec, split: str, x: Any, y: Any) -> Arrays:
     for name in ("source", "target") if isinstance(x, dict) else ("x",):
         _check_shape(spec, split, name, _by_name(x)[name], (count, *shapes[name]))
     stored_x = map_x(lambda array: _stored(array, x_type), x)
-    if spec.task == "autoencoding":
+    if spec.targets_are_inputs:
         return stored_x, stored_x
     _check_shape(spec, split, "y", y, (count, *spec.target_shape))
     check_labels(y, spec)
@@ -116,7 +116,7 @@ class ToModelTypes:
             # TensorFlow replaces the division by a constant with a multiplication, which rounds differently.
             divisor = tf.raw_ops.PlaceholderWithDefault(input=np.float32(self.divisor), shape=[])
             x = tf.raw_ops.RealDiv(x=x, y=divisor)
-        return x, (x if self.spec.task == "autoencoding" else y)
+        return x, (x if self.spec.targets_are_inputs else y)
 
     def _map(self, data: Any, function: Any) -> Any:
         """`data` with `function(part, dtype)` in place of each part whose type is narrower than the model's."""

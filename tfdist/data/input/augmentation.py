@@ -62,7 +62,7 @@ class Augmentation:
         if spec.task == "segmentation":
             return self._apply(x, y, draws)
         x, _ = self._apply(x, None, draws)
-        return x, (x if spec.task == "autoencoding" else y)
+        return x, (x if spec.targets_are_inputs else y)
 
 
 def parse(name: str) -> Augmentation | None:

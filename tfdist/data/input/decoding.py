@@ -72,7 +72,7 @@ class Decoder:
         """
         x, y = self.fitted(index, draws)
         if self._augmentation is None:
-            return x, (x if self._spec.task == "autoencoding" else y)
+            return x, (x if self._spec.targets_are_inputs else y)
         # One by one, since examples are decoded in parallel, and there are few batches.
         data = (x[tf.newaxis], y[tf.newaxis])
         x, y = self._augmentation(self._spec, data, draws[tf.newaxis])
@@ -123,7 +123,7 @@ class Decoder:
             target = self._pixels(target, 1)[..., 0]
         if self._masks:
             target = tf.ensure_shape(target, [None, None])
-        elif self._spec.task == "autoencoding":
+        elif self._spec.targets_are_inputs:
             target = tf.constant(0)  # the picture is the target, whatever the label is
         return pixels, tf.cast(target, tf.int32) - getattr(self._files, "first_label", 0)
 

@@ -245,7 +245,7 @@ class PictureSource(Source):
     @property
     def _target_type(self) -> np.dtype:
         """The type in which targets are stored: a smaller type only for masks, which were checked when decoded."""
-        if self.spec.task == "autoencoding":
+        if self.spec.targets_are_inputs:
             return np.dtype(np.float32)
         return label_type(self.spec) if self.spec.task == "segmentation" else np.dtype(np.int32)
 

@@ -216,15 +216,23 @@ class Source:
         Raises:
             UsageError: the examples are not pictures.
         """
-        if self.spec.task == "autoencoding":
+        return self.for_task("autoencoding")
+
+    def for_task(self, task: str) -> Self:
+        """The same pictures, each its own target, for a task of `tfdist.data.spec.OF_PICTURES`.
+
+        Raises:
+            UsageError: the examples are not pictures.
+        """
+        if self.spec.task == task:
             return self
         if len(self.spec.input_shape) != 3:
             raise UsageError(
                 f"An example of `{self.spec.name}` has the shape `{self.spec.input_shape}`, and is not a picture",
-                "use a dataset of pictures for autoencoding",
+                f"use a dataset of pictures for {task}",
             )
         source = self._with_spec(
-            task="autoencoding",
+            task=task,
             target_shape=self.spec.input_shape,
             classes=0,
             class_names=(),
@@ -237,7 +245,7 @@ class Source:
             return x, x
 
         source._read = with_itself
-        source.origin = self._origin_with(autoencoding=True)
+        source.origin = self._origin_with(task=task)
         return source
 
     def cached(self) -> Source:
@@ -530,7 +538,7 @@ class IndexedSource(Source):
             spec = dataclasses.replace(self.spec, examples={split: len(numbers)})
             try:
                 x, y = self._read_at(split, numbers)
-                arrays = tf.nest.flatten(checked(spec, split, x, x if spec.task == "autoencoding" else y))
+                arrays = tf.nest.flatten(checked(spec, split, x, x if spec.targets_are_inputs else y))
                 return [cast(array, of.dtype.as_numpy_dtype) for array, of in zip(arrays, flat_specs, strict=True)]
             except DataError as error:
                 self._problem = error
@@ -550,7 +558,7 @@ class Origin:
         data_dir: the folder of prepared datasets, if the user named one.
         options: the options of the dataset: pairs of a name and a value that JSON can represent.
         limit: the number of training examples that the source was limited to, if it was.
-        autoencoding: whether it was changed to autoencoding.
+        task: the task that it was changed to, if it was.
         cached: whether its examples are read once, into memory.
     """
 
@@ -558,7 +566,7 @@ class Origin:
     data_dir: str | None
     options: tuple[tuple[str, Any], ...]
     limit: int | None = None
-    autoencoding: bool = False
+    task: str | None = None
     cached: bool = False
 
 

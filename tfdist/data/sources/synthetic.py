@@ -1,6 +1,6 @@
 """Synthetic examples with learnable targets for every task, of any shape, size and number of classes.
 
-- classification, autoencoding: each class has a template of uniform noise; a picture is its mean with other noise
+- classification, autoencoding, generation: each class has a template of uniform noise; a picture is its mean with other noise
 - segmentation: each class has a colour; a picture is a grid of patches in these colours, with noise
 - text_classification: half of the words in a sentence are words of its class
 - translation: each source word has one target word, in the same order
@@ -84,6 +84,7 @@ def _spec(
     facts: dict[str, dict[str, Any]] = {
         "classification": {"input_shape": picture, "classes": classes},
         "autoencoding": {"input_shape": picture, "classes": 0, "target_shape": picture},
+        "generation": {"input_shape": picture, "classes": 0, "target_shape": picture},
         "segmentation": {"input_shape": picture, "classes": classes, "target_shape": picture[:2]},
         "text_classification": sentence | {"classes": classes},
         "translation": sentence | {"classes": words, "target_shape": (length + 1,), "ignored_class": PADDING},
@@ -173,6 +174,7 @@ def _lengths(generator: np.random.Generator, count: int, length: int) -> np.ndar
 _MAKERS: dict[str, Callable[[DataSpec, int, int, int], Arrays]] = {
     "classification": _pictures,
     "autoencoding": _pictures,
+    "generation": _pictures,
     "segmentation": _masks,
     "text_classification": _sentences,
     "translation": _translations,
