@@ -60,7 +60,12 @@ def cropped(image: Any, spec: DataSpec) -> Any:
 
 
 def adapted(
-    application: Callable[..., keras.Model], spec: DataSpec, *, width: float, synchronized: bool = False
+    application: Callable[..., keras.Model],
+    spec: DataSpec,
+    *,
+    width: float,
+    synchronized: bool = False,
+    initializer: str = "glorot_uniform",
 ) -> keras.Model:
     """Builds a model of `keras.applications` with new weights and float32 logits.
 
@@ -69,6 +74,7 @@ def adapted(
         spec: the spec of the dataset, with the shape of its images and its classes.
         width: a factor on the filters of convolutions and the units of hidden dense layers.
         synchronized: whether batch normalizations use the statistics of the global batch.
+        initializer: the initializer of the kernels of all layers but the last.
     """
     original = application(weights=None, input_shape=spec.input_shape, classes=spec.classes, classifier_activation=None)
     logits = original.layers[-1].name
@@ -80,6 +86,8 @@ def adapted(
         else:
             for size in {"filters", "units"} & config.keys():
                 config[size] = scaled(config[size], width)
+            if "kernel_initializer" in config:
+                config["kernel_initializer"] = initializer
         if isinstance(layer, keras.layers.BatchNormalization):
             config["synchronized"] = synchronized
         return type(layer).from_config(config)

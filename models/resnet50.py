@@ -33,4 +33,6 @@ def build(spec: DataSpec, *, synchronized: bool = False, width: Factor = 1.0) ->
         UsageError: the examples are not images, or too small.
     """
     _fit.require_images("resnet50", spec, smallest=32)
-    return _fit.adapted(keras.applications.ResNet50, spec, width=width, synchronized=synchronized)
+    return _fit.adapted(
+        keras.applications.ResNet50, spec, width=width, synchronized=synchronized, initializer="he_normal"
+    )

@@ -160,19 +160,31 @@ def test_unequal_work_and_what_did_not_learn_is_marked_with_the_reason(tmp_path,
     assert "no other strategy did equal work" in summary.answer(comparison)
 
 
-def test_the_loss_of_a_strategy_that_differs_by_design_is_not_held_against_it(tmp_path):
-    made(tmp_path)
-    made(tmp_path, "mpi_split", 2, losses=(2.0, 1.5, 0.9))
-    assert rows(tmp_path)["mpi_split on 2"].marks == []
-
-
-def test_the_answer_says_where_the_fastest_computes_something_else(tmp_path):
+@pytest.mark.parametrize("strategy", ["mpi_split", "local_sgd", "gossip", "parameter_server", "hogwild"])
+def test_a_strategy_that_averages_or_is_asynchronous_is_not_called_the_fastest_beside_equal_work(tmp_path, strategy):
     for number in range(3):
         made(tmp_path, round=number, seconds=2.0)
-        made(tmp_path, "mpi_split", 2, round=number, losses=(2.0, 1.5, 0.9))
+        made(tmp_path, "custom", 2, round=number, seconds=1.5)
+        made(tmp_path, strategy, 2, round=number, losses=(2.0, 1.5, 0.9))
     (comparison,) = results.of_runs(runs.load([tmp_path]))
-    assert "`mpi_split on 2` is fastest" in summary.answer(comparison)
-    assert "differ from those of one device" in summary.answer(comparison)
+    (row,) = [row for row in comparison.rows if row.cell.strategy == strategy]
+    (mark,) = row.marks  # and nothing is said against its loss
+    assert mark.startswith("other work by design: its steps differ from those of one device")
+    answer = summary.answer(comparison)
+    assert "`custom on 2` is fastest" in answer
+    assert f"By design, `{strategy} on 2` does other work than one device, and is not ranked" in answer
+
+
+def test_parameter_servers_whose_workers_take_each_step_together_are_compared_as_equal_work(tmp_path):
+    made(tmp_path)
+    made(tmp_path, "parameter_server", 2)
+    for as_one_device, marked in ((True, False), (False, True), (None, True)):
+        found = runs.load([tmp_path])
+        for run in found:
+            if run.cell.strategy == "parameter_server":
+                run.record.strategy.as_one_device = as_one_device
+        (comparison,) = results.of_runs(found)
+        assert [bool(row.marks) for row in comparison.rows] == [False, marked]
 
 
 def test_runs_that_missed_the_target_or_failed_are_counted_beside_those_that_reached_it(tmp_path):

@@ -22,6 +22,7 @@ from tfdist.callbacks import memory
 from tfdist.data.spec import DataSpec
 from tfdist.errors import UsageError
 from tfdist.groups import ExchangeTotals
+from tfdist.interface.bound import SynchronousUpdates
 from tfdist.interface.strategy import Strategy
 from tfdist.internals import keras as keras_internals
 from tfdist.jobs import consensus, job_environment
@@ -179,6 +180,7 @@ def begin_record(
             options=strategy.options(),
             # With parameter servers, each worker computes its own steps.
             replicas=getattr(strategy, "num_workers", strategy.num_replicas),
+            as_one_device=not config.traits.asynchronous or isinstance(strategy.bound, SynchronousUpdates),
         ),
         world=schema.WorldRecord(**_attributes(world, schema.WorldRecord)),
         model=schema.ModelRecord(

@@ -107,6 +107,9 @@ class StageRecord(_Part):
 class StrategyRecord(_Part):
     """The strategy with its options; with `pipeline`, a replica is a micro-batch.
 
+    `as_one_device` is whether its steps equal those of one device; by design, those of averaging and of asynchronous
+    updates do not.
+
     In a traced run of a pipeline, `bubble` is the fraction of a step's time in which a stage waits, and `even_bubble`
     is that fraction for stages that take the same time, (S - 1) / (M + S - 1).
     """
@@ -114,6 +117,7 @@ class StrategyRecord(_Part):
     name: str
     options: Options
     replicas: int
+    as_one_device: bool | None = None
     stages: list[StageRecord] = []
     bubble: float | None = None
     even_bubble: float | None = None

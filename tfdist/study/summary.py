@@ -12,7 +12,6 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from tfdist import strategies
 from tfdist.study import doubts, ratios, work
 from tfdist.study.plan import REAL
 from tfdist.study.results import Comparison, Row
@@ -86,26 +85,27 @@ def headline(comparisons: Sequence[Comparison]) -> str:
     undecided = len(comparisons) - len(winners)
     if undecided:
         parts.append(f"in {undecided} no strategy is known to be")
-    return f"Of {len(comparisons)} cases, {', '.join(parts)}.{_caveat(winners)}"
+    return f"Of {len(comparisons)} cases, {', '.join(parts)}.{_by_design(comparisons)}"
 
 
 def answer(comparison: Comparison) -> str:
     """Returns the result of a case in a sentence; it names only what the intervals show."""
     title, base = comparison.case.title, _code(comparison.base.cell.name)
+    other = _by_design([comparison])
     if comparison.leader is None:
         return f"{title}: no conclusion, because no run did equal work and ended well."
     if not comparison.faster:
-        return f"{title}: {_none_faster(comparison, base)}."
+        return f"{title}: {_none_faster(comparison, base)}.{other}"
     first = comparison.faster[0]
     times = f"{first.speed.text} times as fast as {base}" if first.speed is not None else ""
     if comparison.fastest is not None:
-        return f"{title}: {_code(first.cell.name)} is fastest, {times}.{_caveat([first])}"
+        return f"{title}: {_code(first.cell.name)} is fastest, {times}.{other}"
     text = f"{title}: {_code(first.cell.name)} is {times}"
     rivals = [row for row in comparison.rows if row.cell in comparison.leads]
     open_ = [_code(row.cell.name) for row in rivals if not comparison.leads[row.cell].is_difference]
     if open_:
         text += f"; the runs do not show a difference between it and {' and '.join(open_)}"
-    return f"{text}.{_caveat([first])}"
+    return f"{text}.{other}"
 
 
 def _none_faster(comparison: Comparison, base: str) -> str:
@@ -121,11 +121,18 @@ def _none_faster(comparison: Comparison, base: str) -> str:
     return f"no difference from {base} is certain enough to name a fastest strategy"
 
 
-def _caveat(rows: Iterable[Row]) -> str:
+def _by_design(comparisons: Iterable[Comparison]) -> str:
     """A sentence about the rows whose strategy does not compute the same as one device."""
-    asynchronous = (row.cell.name for row in rows if strategies.traits(row.cell.strategy).asynchronous)
-    names = " and ".join(map(_code, dict.fromkeys(asynchronous)))
-    return f" By design, the steps of {names} differ from those of one device: compare losses too." if names else ""
+    rows = (row for comparison in comparisons for row in comparison.rows)
+    names = [row.cell.name for row in rows if any(mark.startswith(work.BY_DESIGN) for mark in row.marks)]
+    if not names:
+        return ""
+    does, are = ("does", "is") if len(set(names)) == 1 else ("do", "are")
+    return f" By design, {_listed(names)} {does} other work than one device, and {are} not ranked: compare losses too."
+
+
+def _listed(names: Iterable[str]) -> str:
+    return " and ".join(map(_code, dict.fromkeys(names)))
 
 
 def figures(comparison: Comparison) -> Table:
