@@ -6,7 +6,7 @@ imports neither Keras nor TensorFlow.
 Synopsis:
 
     >>> names()[:3], len(names())
-    (['bilstm', 'cnn', 'conv_autoencoder'], 17)
+    (['bilstm', 'cnn', 'conv_autoencoder'], 24)
     >>> import tfdist.data
     >>> model = build("mlp", tfdist.data.load("digits").spec, units=32)
     >>> model.output_shape

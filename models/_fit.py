@@ -10,6 +10,8 @@ import keras
 from tfdist.data.spec import DataSpec
 from tfdist.errors import UsageError
 
+_SMALLEST_OF_APPLICATIONS = 32
+
 
 def require_images(model: str, spec: DataSpec, smallest: int = 1) -> None:
     """Raises `UsageError` for examples that are not images `[H, W, C]`, or have a side below `smallest` pixels."""
@@ -23,7 +25,7 @@ def require_images(model: str, spec: DataSpec, smallest: int = 1) -> None:
         raise UsageError(
             f"The model `{model}` takes images of {smallest}x{smallest} pixels or more, but the dataset `{spec.name}` "
             f"has examples of shape `{spec.input_shape}`",
-            "use `--model cnn`, which takes small images",
+            f"use `--model {'vae' if spec.task == 'generation' else 'cnn'}`, which takes small images",
         )
 
 
@@ -65,31 +67,64 @@ def adapted(
     *,
     width: float,
     synchronized: bool = False,
-    initializer: str = "glorot_uniform",
+    initializer: str | None = None,
+    pads: bool = False,
+    change: Callable[[keras.layers.Layer, dict[str, Any]], None] | None = None,
+    **arguments: Any,
 ) -> keras.Model:
-    """Builds a model of `keras.applications` with new weights and float32 logits.
+    """Builds a model of `keras.applications` with new weights and float32 logits, for pixels in [0, 1].
 
     Args:
         application: a function such as `keras.applications.ResNet50`.
         spec: the spec of the dataset, with the shape of its images and its classes.
         width: a factor on the filters of convolutions and the units of hidden dense layers.
         synchronized: whether batch normalizations use the statistics of the global batch.
-        initializer: the initializer of the kernels of all layers but the last.
+        initializer: the initializer of the kernels of all layers but the last; by default those of the application.
+        pads: whether smaller images are padded with zeros to the application's smallest, 32x32.
+        change: changes the config of a layer, in place.
+        **arguments: arguments of the application.
     """
-    original = application(weights=None, input_shape=spec.input_shape, classes=spec.classes, classifier_activation=None)
-    logits = original.layers[-1].name
+    inputs = keras.Input(spec.input_shape)
+    image = _enlarged(inputs, _SMALLEST_OF_APPLICATIONS) if pads else inputs
+    original = application(
+        weights=None, input_tensor=image, classes=spec.classes, classifier_activation=None, **arguments
+    )
+    # Layers after the last with weights, such as a flattening, compute in float32 too.
+    logits = max(index for index, layer in enumerate(original.layers) if layer.weights)
+    ending = {layer.name: index == logits for index, layer in enumerate(original.layers) if index >= logits}
 
     def adapt(layer: keras.layers.Layer) -> keras.layers.Layer:
+        if isinstance(layer, keras.Sequential):
+            return keras.Sequential([adapt(part) for part in layer.layers], name=layer.name)
         config: dict[str, Any] = layer.get_config()
-        if layer.name == logits:
+        if layer.name in ending:
             config["dtype"] = "float32"
-        else:
+        if not ending.get(layer.name, False):
             for size in {"filters", "units"} & config.keys():
                 config[size] = scaled(config[size], width)
-            if "kernel_initializer" in config:
+            if "kernel_initializer" in config and initializer is not None:
                 config["kernel_initializer"] = initializer
         if isinstance(layer, keras.layers.BatchNormalization):
             config["synchronized"] = synchronized
+        if isinstance(layer, keras.layers.Rescaling):
+            config["scale"] *= 255  # applications take pixels up to 255
+        if change is not None:
+            change(layer, config)
+        if config.get("groups", 1) > 1:  # TensorFlow has no grouped convolution for CPUs
+            return _depthwise(config)
         return type(layer).from_config(config)
 
     return keras.models.clone_model(original, clone_function=adapt)
+
+
+def _enlarged(image: Any, smallest: int) -> Any:
+    """Pads `image` `[B, H, W, C]` at the bottom and the right with zeros to `smallest` pixels per side or more."""
+    bottom, right = (max(0, smallest - size) for size in image.shape[1:3])
+    return keras.layers.ZeroPadding2D(((0, bottom), (0, right)), name="padded")(image) if bottom or right else image
+
+
+def _depthwise(config: dict[str, Any]) -> keras.layers.Layer:
+    """The depthwise convolution that equals a convolution with one group per filter."""
+    names = ("name", "dtype", "trainable", "kernel_size", "strides", "padding", "dilation_rate", "activation")
+    same = {name: config[name] for name in (*names, "use_bias", "bias_initializer")}
+    return keras.layers.DepthwiseConv2D(**same, depthwise_initializer=config["kernel_initializer"])

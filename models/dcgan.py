@@ -27,7 +27,7 @@ SMALLEST = 8
 
 
 def build(spec: DataSpec, *, code: Count = 100, filters: Count = 64, width: Factor = 1.0) -> keras.Model:
-    """Generator: dense, transposed convolutions 5x5 with stride 2. Discriminator: convolutions 5x5 with stride 2, dense.
+    """Dense, transposed convolutions 5x5 with stride 2; a discriminator of convolutions 5x5 with stride 2, dense.
 
     As in the paper, batch normalization follows each layer but the generator's last and the discriminator's first, with
     ReLU in the generator and leaky ReLU in the discriminator, and weights begin with a standard deviation of 0.02. The

@@ -77,6 +77,10 @@ IMAGENET, CIFAR = zoo.images(224, 224, 3, classes=1000), zoo.images(32, 32, 3, c
         pytest.param("resnet50", IMAGENET, 25.6e6, marks=pytest.mark.exhaustive),
         ("unet", zoo.masks(572, 572, 1, classes=2), 31.0e6),
         ("segnet", zoo.masks(360, 480, classes=11), 29.4e6),
+        ("vit", IMAGENET, 5_717_416),
+        ("convnext_tiny", IMAGENET, 28_589_128),
+        ("mobilenet_v3_small", IMAGENET, 2_542_856),
+        ("efficientnet_b0", IMAGENET, 5_288_548),
     ],
 )
 def test_parameters_are_the_published_ones(name, spec, published):
@@ -97,11 +101,11 @@ def test_every_model_gives_float32_logits_of_the_shape_of_its_task(case):
     x, _ = zoo.data(case, 4)
     assert not model.compiled
     outputs = model(x)
-    of_pixel = spec.input_shape[-1] if spec.task == "autoencoding" else spec.classes
-    shape = spec.input_shape[:-1] if spec.task == "autoencoding" else spec.target_shape
+    of_pixel = spec.input_shape[-1] if spec.targets_are_inputs else spec.classes
+    shape = spec.input_shape[:-1] if spec.targets_are_inputs else spec.target_shape
     assert outputs.shape == (4, *shape, of_pixel)
     assert np.isfinite(np.asarray(outputs)).all()
-    if spec.task != "autoencoding":
+    if not spec.targets_are_inputs:
         assert not np.allclose(keras.ops.sum(outputs, axis=-1), 1)  # logits, not probabilities
 
 

@@ -109,6 +109,7 @@ SHOWN = {
     "translation": ("seq2seq", ["--model-option", "width=0.05", "--data-option", "length=5"], "translations.txt"),
     "characters": ("stateful_rnn", ["--model-option", "width=0.05", "--data-option", "length=8"], "sample.txt"),
     "autoencoding": ("conv_autoencoder", [], "reconstructions.png"),
+    "generation": ("vae", [], "samples.png"),
 }
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from tfdist.data.spec import END, START, DataSpec
+from tfdist.data.spec import END, OF_PICTURES, START, DataSpec
 
 WORDS, LENGTH, STEPS, STREAMS = 30, 12, 6, 4
 VOID = 3
@@ -27,6 +27,10 @@ def masks(height: int, width: int, channels: int = 3, classes: int = 4) -> DataS
     return spec_of("segmentation", height, width, channels, classes=classes, target_shape=shape, ignored_class=VOID)
 
 
+def pictures(height: int, width: int, channels: int) -> DataSpec:
+    return spec_of("generation", height, width, channels, classes=0, target_shape=(height, width, channels))
+
+
 TEXTS = spec_of("text_classification", LENGTH, vocabulary_size=WORDS)
 CHARACTERS = spec_of("characters", STEPS, target_shape=(STEPS,), vocabulary_size=WORDS, classes=WORDS)
 TRANSLATION = spec_of(
@@ -37,9 +41,9 @@ TRANSLATION = spec_of(
 def arrays(spec: DataSpec, examples: int, seed: int = 0) -> tuple[Any, np.ndarray]:
     """Examples x and targets y, at random."""
     rng = np.random.default_rng(seed)
-    if spec.task in ("classification", "segmentation", "autoencoding"):
+    if spec.task in ("classification", "segmentation", *OF_PICTURES):
         x: Any = rng.random((examples, *spec.input_shape), np.float32)
-        if spec.task == "autoencoding":
+        if spec.targets_are_inputs:
             return x, x
         return x, rng.integers(0, spec.classes, (examples, *spec.target_shape)).astype(np.int32)
     if spec.task == "characters":
@@ -91,6 +95,12 @@ SMALL = {
     "resnet20": Small(images(8, 8, 3), {"width": 0.25, "synchronized": True}),
     "resnet18": Small(images(64, 64, 3), {"width": 0.0625, "synchronized": True}),
     "resnet50": Small(images(64, 64, 3), {"width": 0.125, "synchronized": True}),
+    "vit": Small(images(10, 12, 3), {"blocks": 2, "heads": 2, "patch": 4, "width": 0.0625, "dropout": 0.0}),
+    "convnext_tiny": Small(images(32, 32, 3), {"width": 0.0625}),
+    "mobilenet_v3_small": Small(images(64, 64, 3), {"width": 0.125, "dropout": 0.0, "synchronized": True}),
+    "efficientnet_b0": Small(
+        images(64, 64, 3), {"width": 0.125, "dropout": 0.0, "stochastic_depth": 0.0, "synchronized": True}
+    ),
     "unet": Small(masks(20, 24), {"width": 0.0625, "dropout": 0.0}),
     "segnet": Small(masks(36, 32), {"width": 0.0625, "synchronized": True}),
     "nbow": Small(TEXTS, {"width": 0.02, "dropout": 0.0}),
@@ -102,6 +112,9 @@ SMALL = {
     ),
     "seq2seq": Small(TRANSLATION, {"width": 0.05, "dropout": 0.0}),
     "conv_autoencoder": Small(spec_of("autoencoding", 10, 12, 1, classes=0), {"width": 0.25}),
+    "vae": Small(pictures(10, 12, 1), {"width": 0.02, "code": 4}),
+    "dcgan": Small(pictures(10, 12, 1), {"width": 0.125, "code": 6}),
+    "ddpm": Small(pictures(10, 12, 1), {"width": 0.25, "steps": 20}),
     "stateful_rnn": Small(CHARACTERS, {"width": 0.05, "streams": STREAMS}),
 }
 

@@ -1,6 +1,7 @@
 """Synthetic examples with learnable targets for every task, of any shape, size and number of classes.
 
-- classification, autoencoding, generation: each class has a template of uniform noise; a picture is its mean with other noise
+- classification, autoencoding, generation: each class has a template of uniform noise; a picture is its mean with
+  other noise
 - segmentation: each class has a colour; a picture is a grid of patches in these colours, with noise
 - text_classification: half of the words in a sentence are words of its class
 - translation: each source word has one target word, in the same order
