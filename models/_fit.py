@@ -66,6 +66,7 @@ def adapted(
     width: float,
     synchronized: bool = False,
     initializer: str = "glorot_uniform",
+    zero_gamma: str | None = None,
 ) -> keras.Model:
     """Builds a model of `keras.applications` with new weights and float32 logits.
 
@@ -75,6 +76,7 @@ def adapted(
         width: a factor on the filters of convolutions and the units of hidden dense layers.
         synchronized: whether batch normalizations use the statistics of the global batch.
         initializer: the initializer of the kernels of all layers but the last.
+        zero_gamma: the end of the names of the batch normalizations whose gamma starts at 0.
     """
     original = application(weights=None, input_shape=spec.input_shape, classes=spec.classes, classifier_activation=None)
     logits = original.layers[-1].name
@@ -89,7 +91,10 @@ def adapted(
             if "kernel_initializer" in config:
                 config["kernel_initializer"] = initializer
         if isinstance(layer, keras.layers.BatchNormalization):
-            config["synchronized"] = synchronized
+            # Keras' moving averages follow so slowly that evaluation fails for hundreds of steps.
+            config |= {"synchronized": synchronized, "momentum": 0.9}
+            if zero_gamma is not None and layer.name.endswith(zero_gamma):
+                config["gamma_initializer"] = "zeros"
         return type(layer).from_config(config)
 
     return keras.models.clone_model(original, clone_function=adapt)

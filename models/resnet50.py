@@ -33,6 +33,12 @@ def build(spec: DataSpec, *, synchronized: bool = False, width: Factor = 1.0) ->
         UsageError: the examples are not images, or too small.
     """
     _fit.require_images("resnet50", spec, smallest=32)
+    # Each block starts as the identity, so that new weights learn with large batches (Goyal and others, section 5.1).
     return _fit.adapted(
-        keras.applications.ResNet50, spec, width=width, synchronized=synchronized, initializer="he_normal"
+        keras.applications.ResNet50,
+        spec,
+        width=width,
+        synchronized=synchronized,
+        initializer="he_normal",
+        zero_gamma="_3_bn",
     )
