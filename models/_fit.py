@@ -90,8 +90,8 @@ def adapted(
         weights=None, input_tensor=image, classes=spec.classes, classifier_activation=None, **arguments
     )
     # Layers after the last with weights, such as a flattening, compute in float32 too.
-    logits = max(index for index, layer in enumerate(original.layers) if layer.weights)
-    ending = {layer.name: index == logits for index, layer in enumerate(original.layers) if index >= logits}
+    last = max(index for index, layer in enumerate(original.layers) if layer.weights)
+    logits, ending = original.layers[last].name, {layer.name for layer in original.layers[last:]}
 
     def adapt(layer: keras.layers.Layer) -> keras.layers.Layer:
         if isinstance(layer, keras.Sequential):
@@ -99,13 +99,14 @@ def adapted(
         config: dict[str, Any] = layer.get_config()
         if layer.name in ending:
             config["dtype"] = "float32"
-        if not ending.get(layer.name, False):
+        if layer.name != logits:
             for size in {"filters", "units"} & config.keys():
                 config[size] = scaled(config[size], width)
             if "kernel_initializer" in config and initializer is not None:
                 config["kernel_initializer"] = initializer
         if isinstance(layer, keras.layers.BatchNormalization):
-            config["synchronized"] = synchronized
+            # Keras' moving averages follow so slowly that evaluation fails for hundreds of steps.
+            config |= {"synchronized": synchronized, "momentum": 0.9}
         if isinstance(layer, keras.layers.Rescaling):
             config["scale"] *= 255  # applications take pixels up to 255
         if change is not None:

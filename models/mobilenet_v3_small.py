@@ -24,8 +24,7 @@ def build(spec: DataSpec, *, dropout: Fraction = 0.2, synchronized: bool = False
     """Conv 3x3; eleven blocks that expand, convolve each channel, squeeze and excite, and project; conv 1x1; dense.
 
     2.5 million parameters on 224x224x3 with 1000 classes. The strides divide the sides of an image by 32: they are made
-    for 224x224. Of 32x32 pixels the last blocks see one; smaller images are padded with zeros to 32x32. Batch
-    normalizations have the paper's momentum of 0.99, where Keras has 0.999, which takes thousands of steps.
+    for 224x224. Of 32x32 pixels the last blocks see one; smaller images are padded with zeros to 32x32.
 
     Input `[B, H, W, C]`, pixels in [0, 1]. Output: logits `[B, spec.classes]`, float32 under every dtype policy.
 
@@ -41,8 +40,6 @@ def build(spec: DataSpec, *, dropout: Fraction = 0.2, synchronized: bool = False
     _fit.require_images("mobilenet_v3_small", spec)
 
     def change(layer: keras.layers.Layer, config: dict[str, Any]) -> None:
-        if isinstance(layer, keras.layers.BatchNormalization):
-            config["momentum"] = 0.99
         if isinstance(layer, keras.layers.Dropout):
             config["rate"] = dropout
 

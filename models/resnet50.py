@@ -5,6 +5,8 @@ K. He, X. Zhang, S. Ren and J. Sun, "Deep residual learning for image recognitio
 
 from __future__ import annotations
 
+from typing import Any
+
 import keras
 
 from tfdist.data.spec import DataSpec
@@ -33,6 +35,14 @@ def build(spec: DataSpec, *, synchronized: bool = False, width: Factor = 1.0) ->
         UsageError: the examples are not images, or too small.
     """
     _fit.require_images("resnet50", spec, smallest=32)
+
+    def change(layer: keras.layers.Layer, config: dict[str, Any]) -> None:
+        # Each block starts as the identity, so that new weights learn with large batches (Goyal and others, section
+        # 5.1).
+        if layer.name.endswith("_3_bn"):
+            config["gamma_initializer"] = "zeros"
+
+    application = keras.applications.ResNet50
     return _fit.adapted(
-        keras.applications.ResNet50, spec, width=width, synchronized=synchronized, initializer="he_normal"
+        application, spec, width=width, synchronized=synchronized, initializer="he_normal", change=change
     )

@@ -14,8 +14,8 @@ from tfdist.models._training import Training
 from tfdist.options import Factor
 
 TASKS = ("classification",)
-# Rate, batch, momentum and weight decay of the paper, section 3.1.
-TRAINING = Training("sgd", learning_rate=0.01, batch_size=256, momentum=0.9, weight_decay=5e-4)
+# Batch, momentum and weight decay of the paper, section 3.1, with half of its rate: it starts from pre-trained layers.
+TRAINING = Training("sgd", learning_rate=0.005, batch_size=256, momentum=0.9, weight_decay=5e-4)
 
 
 def build(spec: DataSpec, *, width: Factor = 1.0) -> keras.Model:

@@ -26,6 +26,8 @@ SHAPES = [(28, 28, 1), (8, 8, 1), (32, 32, 3), (2, 3, 1)]
 SMALL_IMAGES = ["cnn", "lenet", "mlp", "resnet18", "resnet20"]
 LARGER_IMAGES = ["resnet50", "vgg11", "vgg16"]
 
+MODELS_PAGE = (Path(__file__).parents[1] / "docs" / "models.md").read_text()
+
 
 def spec_of(*input_shape: int, classes: int = 10) -> DataSpec:
     return DataSpec("some", "classification", input_shape, classes, {"train": 1})
@@ -233,6 +235,10 @@ def test_each_model_states_an_optimizer_of_keras_and_the_batch_of_its_learning_r
     assert training.optimizer in OPTIMIZERS
     assert training.batch_size >= 1
     assert training.rate(training.batch_size) == training.learning_rate
+    rate = f"{training.learning_rate:g}" if training.learning_rate >= 0.01 else f"{training.learning_rate:.0e}"
+    row = next(line for line in MODELS_PAGE.splitlines() if line.startswith(f"| `{name}` |"))
+    stated = row.split("|")[6].strip().lower()
+    assert stated == f"{training.batch_size}, {training.optimizer} {rate.replace('e-0', 'e-')}"
 
 
 @pytest.mark.sampled(4)

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from tfdist.data import Source, load
 from tfdist.data.spec import END, OF_PICTURES, START, DataSpec
 
 WORDS, LENGTH, STEPS, STREAMS = 30, 12, 6, 4
@@ -78,12 +79,10 @@ class Small:
     Attributes:
         spec: the facts.
         options: for a small model whose replicas can equal one device.
-        key: distinguishes a second test of the same model.
     """
 
     spec: DataSpec
     options: dict[str, Any] = field(default_factory=dict)
-    model: str = ""
 
 
 SMALL = {
@@ -107,9 +106,7 @@ SMALL = {
     "textcnn": Small(TEXTS, {"width": 0.05, "dropout": 0.0}),
     "bilstm": Small(TEXTS, {"width": 0.05, "dropout": 0.0}),
     "transformer": Small(TEXTS, {"layers": 2, "width": 0.125, "heads": 2, "dropout": 0.0}),
-    "transformer, characters": Small(
-        CHARACTERS, {"layers": 2, "width": 0.125, "heads": 2, "dropout": 0.0}, "transformer"
-    ),
+    "transformer, characters": Small(CHARACTERS, {"layers": 2, "width": 0.125, "heads": 2, "dropout": 0.0}),
     "seq2seq": Small(TRANSLATION, {"width": 0.05, "dropout": 0.0}),
     "conv_autoencoder": Small(spec_of("autoencoding", 10, 12, 1, classes=0), {"width": 0.25}),
     "vae": Small(pictures(10, 12, 1), {"width": 0.02, "code": 4}),
@@ -120,11 +117,98 @@ SMALL = {
 
 
 def name_of(case: str) -> str:
-    """The model that a case of `SMALL` tries."""
-    return SMALL[case].model or case
+    """The model that a case of `SMALL` or `LEARNS` tries, such as "transformer" of "transformer, characters"."""
+    return case.partition(",")[0]
 
 
 def data(case: str, examples: int, seed: int = 0) -> tuple[Any, np.ndarray]:
     """Examples for a case of `SMALL`, as its model takes them."""
     x, y = arrays(SMALL[case].spec, examples, seed)
     return (streamed(x) if case == "stateful_rnn" else x), y
+
+
+@dataclass(frozen=True)
+class Learnable:
+    """A short training of a model with its usual settings, on data that it can learn.
+
+    Attributes:
+        data: the options of the dataset `synthetic`; or `{"digits": n, "channels": c}`, the digits of scikit-learn with
+            each pixel repeated n times in both directions, and c times as a channel.
+        options: the options of the model, which make it small.
+        steps: the steps at batch 32, and at batch 256.
+        parts: the parts of the first validation loss below which the last must be, at batch 32 and at batch 256.
+    """
+
+    data: dict[str, Any]
+    options: dict[str, Any] = field(default_factory=dict)
+    steps: tuple[int, int] = (300, 300)
+    parts: tuple[float, float] = (0.5, 0.25)
+
+
+_SMALL_DIGITS = {"digits": 2, "channels": 1}
+_DIGITS = {"digits": 4, "channels": 3}
+_TEXTS = {"task": "text_classification", "length": 16}
+_CHARACTERS = {"task": "characters", "length": 16}
+
+# The parts are about twice what was measured, which leaves room for other seeds and roundings.
+LEARNS = {
+    "mlp": Learnable({"digits": 1, "channels": 1}, parts=(0.2, 0.1)),
+    "cnn": Learnable(_SMALL_DIGITS, {"width": 0.25}, parts=(0.4, 0.15)),
+    "lenet": Learnable(_SMALL_DIGITS, parts=(0.6, 0.15)),
+    "vgg11": Learnable(_DIGITS, {"width": 0.125}, steps=(300, 120), parts=(0.5, 0.5)),
+    "vgg16": Learnable(_DIGITS, {"width": 0.125}, steps=(300, 200), parts=(0.7, 0.7)),
+    "resnet20": Learnable({"digits": 2, "channels": 3}, {"width": 0.5}, steps=(120, 60), parts=(0.1, 0.1)),
+    "resnet18": Learnable(_DIGITS, {"width": 0.125}, steps=(120, 60), parts=(0.2, 0.1)),
+    "resnet50": Learnable(_DIGITS, {"width": 0.0625}, steps=(100, 60), parts=(0.5, 0.7)),
+    "unet": Learnable(
+        {"task": "segmentation", "shape": (16, 16, 3), "classes": 4},
+        {"width": 0.125},
+        steps=(120, 60),
+        parts=(0.5, 0.5),
+    ),
+    "segnet": Learnable(
+        {"task": "segmentation", "shape": (32, 32, 3), "classes": 4},
+        {"width": 0.125},
+        steps=(200, 60),
+        parts=(0.6, 0.6),
+    ),
+    "nbow": Learnable(_TEXTS, {"width": 0.2}, parts=(0.7, 0.25)),
+    "textcnn": Learnable(_TEXTS, {"width": 0.2}, steps=(400, 120), parts=(0.7, 0.3)),
+    "bilstm": Learnable(_TEXTS, {"width": 0.25}, steps=(300, 120), parts=(0.6, 0.4)),
+    "transformer": Learnable(_TEXTS, {"width": 0.25}, steps=(300, 120), parts=(0.5, 0.5)),
+    "transformer, characters": Learnable(_CHARACTERS, {"width": 0.25}, steps=(120, 60), parts=(0.4, 0.4)),
+    "seq2seq": Learnable(
+        {"task": "translation", "length": 8, "words": 50}, {"width": 0.25}, steps=(300, 150), parts=(0.5, 0.25)
+    ),
+    "stateful_rnn": Learnable(_CHARACTERS, {"width": 0.25}, steps=(120, 60), parts=(0.5, 0.5)),
+    "vit": Learnable({"digits": 2, "channels": 1}, {"blocks": 2, "width": 0.25}, steps=(300, 120), parts=(0.7, 0.7)),
+    "convnext_tiny": Learnable(_DIGITS, {"width": 0.125}, steps=(300, 120), parts=(0.7, 0.7)),
+    "mobilenet_v3_small": Learnable(_DIGITS, {"width": 0.25}, steps=(300, 120), parts=(0.7, 0.7)),
+    "efficientnet_b0": Learnable(_DIGITS, {"width": 0.125}, steps=(300, 120), parts=(0.7, 0.7)),
+    "vae": Learnable(
+        {"task": "generation", "shape": (16, 16, 1)}, {"width": 0.5}, steps=(300, 120), parts=(0.98, 0.98)
+    ),
+    "dcgan": Learnable(
+        {"task": "generation", "shape": (16, 16, 1)}, {"width": 0.125}, steps=(120, 60), parts=(1.2, 1.2)
+    ),
+    "ddpm": Learnable({"task": "generation", "shape": (8, 8, 1)}, {"width": 0.25}, steps=(120, 60), parts=(0.7, 0.7)),
+    "conv_autoencoder": Learnable(
+        {"task": "autoencoding", "shape": (16, 16, 1)}, {"width": 0.5}, steps=(300, 120), parts=(0.8, 0.8)
+    ),
+}
+
+
+def learnable_data(data: dict[str, Any], batch_size: int, steps: int) -> Any:
+    """A source with as many examples as `steps` batches have, and 256 for validation."""
+    if "digits" not in data:
+        return load("synthetic", train=batch_size * steps, validation=256, test=0, **data)
+    digits = load("digits")
+
+    def enlarged(split: str, count: int) -> tuple[np.ndarray, np.ndarray]:
+        x, y = digits.arrays(split)
+        chosen = np.arange(count) % len(y)
+        x = np.repeat(np.repeat(x, data["digits"], axis=1), data["digits"], axis=2)
+        return np.repeat(x, data["channels"], axis=3)[chosen], y[chosen]
+
+    splits = {"train": enlarged("train", batch_size * steps), "validation": enlarged("test", 256)}
+    return Source.from_arrays("digits", classes=10, task="classification", **splits)

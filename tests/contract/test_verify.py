@@ -229,19 +229,19 @@ class Wrong(base.Strategy):
 @pytest.mark.parametrize(
     ("way", "what"),
     [
-        ("twice", "The part `x` of the batch that a step receives differs"),
-        ("nothing of the others", "The part `x` of the batch that a step receives differs"),
+        ("twice", "The sum of a 1 for each number in the part `x` of the batch, over all replicas, differs"),
+        ("nothing of the others", "The sum of a 1 for each number in the part `x` of the batch, over all replicas"),
         ("large tensors", "The gradient of `sequential/before/kernel`, of the layer `before`, differs"),
     ],
 )
-def test_a_strategys_own_wrong_sums_are_not_blamed_on_the_model(way, what):
+def test_a_strategys_own_wrong_sums_are_named_as_such_and_not_blamed_on_the_model(way, what):
     keras.utils.set_random_seed(11)
     strategy = Wrong(devices=2)
     strategy.way = way
     with pytest.raises(VerificationError) as raised:
         verified(strategy, lambda: network(layers.Flatten()))
     assert raised.value.sentence.startswith(what)
-    assert "the strategy `wrong`" in raised.value.sentence
+    assert "the strategy `wrong` sums" in raised.value.sentence
     assert raised.value.hint.startswith("this is a bug in the strategy")
 
 

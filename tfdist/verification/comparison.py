@@ -276,12 +276,18 @@ def _explained(strategy: Strategy, entry: Entry) -> tuple[str, str]:
     The partitioned step should equal that of one device for every model, so that a difference is a bug in the
     partitioner or in the user's own mesh.
     """
-    if type(strategy.mesh).__module__.partition(".")[0] == "tfdist" and entry.kind != "batch":
+    causes = {
+        "sum": f"the strategy `{strategy.name}` sums over its replicas incorrectly",
+        "batch": f"the strategy `{strategy.name}` divides batches incorrectly",
+    }
+    hint = "this is a bug in the strategy: check the methods of its `mesh`"
+    if entry.kind in causes:
+        cause = causes[entry.kind]
+    elif type(strategy.mesh).__module__.partition(".")[0] == "tfdist":
         cause = "tfdist divides an operation of the step among the replicas by a wrong rule"
         hint = "this is a bug in tfdist: train with the strategy `single`, and report the layer"
     else:
-        cause = f"the strategy `{strategy.name}` divides batches, or sums over its replicas, incorrectly"
-        hint = "this is a bug in the strategy: check the methods of its `mesh`"
+        cause = f"the strategy `{strategy.name}` sums or gathers some values over its replicas incorrectly"
     sentence = (
         f"{_SUBJECTS[entry.kind].format(entry=entry)} differs from one device by {entry.difference:.2g} in step "
         f"{entry.step}, where rounding explains {entry.sensitivity:.2g}; the likely cause: {cause}"
@@ -290,6 +296,7 @@ def _explained(strategy: Strategy, entry: Entry) -> tuple[str, str]:
 
 
 _SUBJECTS = {
+    "sum": "The sum of a 1 for each number in the part `{entry.name}` of the batch, over all replicas,",
     "batch": "The part `{entry.name}` of the batch that a step receives",
     "output": "The output of the layer `{entry.layer}`",
     "added loss": "A loss that the layer `{entry.layer}` adds",
@@ -354,11 +361,16 @@ class Watch(contextlib.AbstractContextManager[Any]):
         return self._traced_step.values is not None and _graph() is self._traced_step.graph
 
     def _record_batch(self, data: Any) -> None:
-        """Records the input, so that a bug in dividing batches is not attributed to the first layer."""
+        """Records the input and a sum over the replicas, so that their bugs are not attributed to the first layer."""
         parts = data if isinstance(data, tuple) and len(data) <= 3 else (data,)
+        counted_values = False
         for name, part in zip(("x", "y", "sample_weight"), parts, strict=False):
             for tensor in tree.flatten(part):
                 if isinstance(tensor, tf.Tensor) and (tensor.dtype.is_floating or tensor.dtype.is_integer):
+                    if not counted_values:
+                        ones = tf.cast(tf.equal(tensor, tensor), tf.float32)
+                        self._record("sum", name, None, tf.reduce_sum(ones))
+                        counted_values = True
                     self._record("batch", name, None, tensor)
 
     def _see(self, kind: str, of: Any, value: Any) -> Any:

@@ -24,8 +24,8 @@ class Entry:
     """The difference of one quantity in the first step in which it exceeds its tolerance, otherwise in the last step.
 
     Attributes:
-        kind: "batch", "output", "added loss", "loss", "whole loss", "gradient", "weight", "state", "optimizer" or
-            "log".
+        kind: "sum" (of a 1 for each number of a batch), "batch", "output", "added loss", "loss", "whole loss",
+            "gradient", "weight", "state", "optimizer" or "log".
         name: the name of the part of the batch, the layer, the loss, the variable or the log.
         layer: the layer of the quantity, or the model.
         difference: the largest difference between the strategy and one device.
