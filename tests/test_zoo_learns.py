@@ -13,7 +13,8 @@ EPOCHS = 5
 
 
 def test_every_model_is_tried():
-    assert {zoo.name_of(case) for case in zoo.LEARNS} == set(models.names())
+    """The losses of `dcgan` do not fall; `tests/test_generation.py` compares its samples with the pictures."""
+    assert {zoo.name_of(case) for case in zoo.LEARNS} | {"dcgan"} == set(models.names())
 
 
 def losses(case, batch_size, steps):

@@ -111,7 +111,7 @@ SMALL = {
     "conv_autoencoder": Small(spec_of("autoencoding", 10, 12, 1, classes=0), {"width": 0.25}),
     "vae": Small(pictures(10, 12, 1), {"width": 0.02, "code": 4}),
     "dcgan": Small(pictures(10, 12, 1), {"width": 0.125, "code": 6}),
-    "ddpm": Small(pictures(10, 12, 1), {"width": 0.25, "steps": 20}),
+    "ddpm": Small(pictures(10, 12, 1), {"width": 0.125, "steps": 20, "multipliers": (1, 2)}),
     "stateful_rnn": Small(CHARACTERS, {"width": 0.05, "streams": STREAMS}),
 }
 
@@ -133,7 +133,7 @@ class Learnable:
 
     Attributes:
         data: the options of the dataset `synthetic`; or `{"digits": n, "channels": c}`, the digits of scikit-learn with
-            each pixel repeated n times in both directions, and c times as a channel.
+            each pixel repeated n times in both directions, and c times as a channel; their "task" may be "generation".
         options: the options of the model, which make it small.
         steps: the steps at batch 32, and at batch 256.
         parts: the parts of the first validation loss below which the last must be, at batch 32 and at batch 256.
@@ -147,6 +147,7 @@ class Learnable:
 
 _SMALL_DIGITS = {"digits": 2, "channels": 1}
 _DIGITS = {"digits": 4, "channels": 3}
+_PICTURES = {"digits": 1, "channels": 1, "task": "generation"}
 _TEXTS = {"task": "text_classification", "length": 16}
 _CHARACTERS = {"task": "characters", "length": 16}
 
@@ -185,13 +186,8 @@ LEARNS = {
     "convnext_tiny": Learnable(_DIGITS, {"width": 0.125}, steps=(300, 120), parts=(0.7, 0.7)),
     "mobilenet_v3_small": Learnable(_DIGITS, {"width": 0.25}, steps=(300, 120), parts=(0.7, 0.7)),
     "efficientnet_b0": Learnable(_DIGITS, {"width": 0.125}, steps=(300, 120), parts=(0.7, 0.7)),
-    "vae": Learnable(
-        {"task": "generation", "shape": (16, 16, 1)}, {"width": 0.5}, steps=(300, 120), parts=(0.98, 0.98)
-    ),
-    "dcgan": Learnable(
-        {"task": "generation", "shape": (16, 16, 1)}, {"width": 0.125}, steps=(120, 60), parts=(1.2, 1.2)
-    ),
-    "ddpm": Learnable({"task": "generation", "shape": (8, 8, 1)}, {"width": 0.25}, steps=(120, 60), parts=(0.7, 0.7)),
+    "vae": Learnable(_PICTURES, {"width": 0.5}, steps=(300, 120), parts=(0.8, 0.8)),
+    "ddpm": Learnable(_PICTURES, {"width": 0.25}, steps=(120, 60), parts=(0.7, 0.7)),
     "conv_autoencoder": Learnable(
         {"task": "autoencoding", "shape": (16, 16, 1)}, {"width": 0.5}, steps=(300, 120), parts=(0.8, 0.8)
     ),
@@ -211,4 +207,5 @@ def learnable_data(data: dict[str, Any], batch_size: int, steps: int) -> Any:
         return np.repeat(x, data["channels"], axis=3)[chosen], y[chosen]
 
     splits = {"train": enlarged("train", batch_size * steps), "validation": enlarged("test", 256)}
-    return Source.from_arrays("digits", classes=10, task="classification", **splits)
+    source = Source.from_arrays("digits", classes=10, task="classification", **splits)
+    return source.for_task(data["task"]) if "task" in data else source

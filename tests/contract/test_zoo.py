@@ -72,8 +72,14 @@ def reference(case, policy):
     return train(case, policy, start(STOCK))
 
 
+def start_for(case, contestant):
+    if case == "dcgan" and contestant[0] == "pipeline":
+        pytest.skip("a model with a custom `call` cannot be cut into stages")
+    return start(contestant)
+
+
 def check(case, policy, contestant):
-    assert_same(train(case, policy, start(contestant)), reference(case, policy), tolerance=TOLERANCE[policy])
+    assert_same(train(case, policy, start_for(case, contestant)), reference(case, policy), tolerance=TOLERANCE[policy])
 
 
 @contestants.among({name: counts for name, counts in contestants.FEW.items() if name != "single"})
@@ -103,7 +109,7 @@ def test_a_model_that_amplifies_roundings_equals_stock_keras_in_float64(case, co
 @pytest.mark.parametrize("policy", ROUNDING)
 @pytest.mark.parametrize("case", zoo.SMALL)
 def test_a_model_of_the_zoo_is_no_further_from_stock_keras_than_roundings_take_it(case, policy, contestant):
-    found, expected = continuous(train(case, policy, start(contestant))), continuous(reference(case, policy))
+    found, expected = continuous(train(case, policy, start_for(case, contestant))), continuous(reference(case, policy))
     assert_same(found, expected, tolerance=max(TOLERANCE[policy], 2 * spread(case, policy)))
 
 
