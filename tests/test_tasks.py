@@ -182,6 +182,18 @@ def test_the_usual_rate_is_scaled_to_the_examples_of_an_update():
     assert settings(batch_size=256, optimizer="adam") == {"optimizer": "adam"}
 
 
+def test_a_scaled_rate_is_said_in_a_sentence():
+    def said(**options):
+        return optimizers.scaling(config.TrainConfig("single", "resnet20", "digits", **options))
+
+    assert said(batch_size=256, epochs=10) == (
+        "The learning rate is 0.2: 0.1, the usual rate of `resnet20` for 128 examples per update, scaled to 256; it "
+        "rises from 0 in the first 1 epoch."
+    )
+    assert said(batch_size=32).endswith("for 128 examples per update, scaled to 32.")
+    assert said(batch_size=128) is said(batch_size=32, learning_rate=0.1) is said(optimizer="adam") is None
+
+
 def compiled(steps_per_epoch=10, **options):
     """The optimizer of a run, with a model of one layer."""
     of_run = {"strategy": "single", "model": "mlp", "dataset": "digits"} | options
