@@ -143,7 +143,7 @@ LEARNS = {
     "cnn": Learnable(_SMALL_DIGITS, {"width": 0.25}, parts=(0.4, 0.15)),
     "lenet": Learnable(_SMALL_DIGITS, parts=(0.6, 0.15)),
     "vgg11": Learnable(_DIGITS, {"width": 0.125}, steps=(300, 120), parts=(0.5, 0.5)),
-    "vgg16": Learnable(_DIGITS, {"width": 0.125}, steps=(300, 200), parts=(0.7, 0.7)),
+    "vgg16": Learnable(_DIGITS, {"width": 0.125}, steps=(120, 60), parts=(0.5, 0.8)),
     "resnet20": Learnable({"digits": 2, "channels": 3}, {"width": 0.5}, steps=(120, 60), parts=(0.1, 0.1)),
     "resnet18": Learnable(_DIGITS, {"width": 0.125}, steps=(120, 60), parts=(0.2, 0.1)),
     "resnet50": Learnable(_DIGITS, {"width": 0.0625}, steps=(100, 60), parts=(0.5, 0.7)),
