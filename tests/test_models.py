@@ -18,7 +18,7 @@ from tests import zoo
 from tfdist.data import DataSpec
 from tfdist.data.spec import END, START
 from tfdist.errors import UnknownNameError, UsageError
-from tfdist.models import _decoding, segnet
+from tfdist.models import _decoding, _transformer, segnet
 from tfdist.run.config import OPTIMIZERS
 
 ROOT = Path(__file__).parent.parent
@@ -228,10 +228,14 @@ def test_the_state_of_a_stream_goes_on_and_begins_anew_at_position_0():
     np.testing.assert_allclose(np.concatenate(in_parts)[::-1], parts[1], atol=1e-6)
 
 
-def test_a_translation_is_the_likeliest_that_its_beams_can_find():
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [("seq2seq", {"width": 0.05}), ("transformer_translation", {"layers": 1, "units": 16, "heads": 2})],
+)
+def test_a_translation_is_the_likeliest_that_its_beams_can_find(name, options):
     """One beam takes the likeliest token each time; as many as there are sequences find the best of all."""
     spec = zoo.spec_of("translation", 5, target_shape=(4,), vocabulary_size=9, classes=6, ignored_class=0)
-    model = tfdist.models.build("seq2seq", spec, width=0.05, dropout=0.0)
+    model = tfdist.models.build(name, spec, dropout=0.0, **options)
     for weight in model.trainable_variables:
         weight.assign(3 * weight)  # far from all tokens being alike
     source = np.array([[4, 5, 6, 0, 0], [8, 7, 6, 5, 4]], np.int32)
@@ -247,6 +251,29 @@ def test_a_translation_is_the_likeliest_that_its_beams_can_find():
         first = int(scores[0, 0].argmax())
         after = next(scores[i, 1].argmax() for i, tokens in enumerate(every) if tokens[0] == first)
         assert greedy.tolist()[:2] == [first, END if first == END else after][: len(greedy)]
+
+
+def test_only_models_for_translation_translate():
+    assert tfdist.models.can_translate(build("seq2seq")) and not tfdist.models.can_translate(build("mlp"))
+    with pytest.raises(UsageError, match="`translate` cannot use the model `mlp`"):
+        tfdist.models.translate(build("mlp"), np.zeros((1, 3), np.int32))
+
+
+def test_rotated_queries_and_keys_know_their_distance_alone():
+    query, key = np.random.default_rng(0).normal(size=(2, 6)).astype("float32")
+    rotated = [np.asarray(_transformer.Rotary()(np.tile(vector, (1, 9, 1, 1))))[0, :, 0] for vector in (query, key)]
+    products = rotated[0] @ rotated[1].T
+    for distance in (-4, 0, 3):
+        diagonal = np.diagonal(products, distance)
+        np.testing.assert_allclose(diagonal, diagonal[0], atol=1e-5)
+    assert products[0, 0] == pytest.approx(query @ key, rel=1e-5)
+    assert abs(products[0, 4] - products[4, 0]) > 1e-3
+
+
+def test_a_head_with_an_odd_number_of_units_is_not_rotated():
+    with pytest.raises(UsageError, match="`gpt` has 3 units per head, which is odd, and `positions=rotary`"):
+        tfdist.models.build("gpt", zoo.CHARACTERS, units=12, heads=4)
+    tfdist.models.build("gpt", zoo.CHARACTERS, units=12, heads=4, layers=1, positions="learned")
 
 
 @pytest.mark.parametrize("name", tfdist.models.names())

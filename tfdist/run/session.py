@@ -148,6 +148,7 @@ class Session:
         self.folder = folder
         self.record: RunRecord | None = None
         self.data_touched = time.monotonic()  # set again when the dataset is read
+        self.tokens_per_example: float | None = None
         self.command = command
         self.typed = typed
         self.started = started
@@ -175,6 +176,7 @@ class Session:
             recorder.check_resumed(config, earlier)
             self._warn(recorder.resume_warning(config, earlier))
         strategy, source, model, train = self._build()
+        self.tokens_per_example = source.tokens_per_example("train")
         self.record = begin_record(self, strategy, model, source, earlier)
         self.write_record()
         self._begin_tracking()

@@ -42,21 +42,24 @@ def show(run: tasks.Run) -> None:
     files.write_text(run.file("sample", "sample.txt"), text)
 
 
-def generate(model: keras.Model, prompt: np.ndarray, count: int, generator: np.random.Generator) -> np.ndarray:
-    """Samples `count` tokens after `prompt`; the context of each token is as long as the prompt.
+def generate(
+    model: keras.Model, prompt: np.ndarray, count: int, generator: np.random.Generator, context: int | None = None
+) -> np.ndarray:
+    """Samples `count` tokens after `prompt`.
 
     Args:
         model: a model from tokens to logits; a stateful model is used at position 0 of a stream.
         prompt: int32 `[steps]`.
         count: the number of tokens to generate.
         generator: the random generator.
+        context: the number of tokens that a prediction depends on; by default the length of the prompt.
 
     Returns:
         int32 `[count]`.
     """
-    text = list(map(int, prompt))
+    text, context = list(map(int, prompt)), context or len(prompt)
     for _ in range(count):
-        logits = _logits(model, text[-len(prompt) :])[0, -1].astype(np.float64)
+        logits = _logits(model, text[-context:])[0, -1].astype(np.float64)
         # The argmax of logits plus Gumbel noise is a sample from their softmax.
         text.append(int(np.argmax(logits + generator.gumbel(size=logits.shape))))
     return np.array(text[len(prompt) :], np.int32)

@@ -195,6 +195,18 @@ class Source:
             self.has_bytes |= bytes_read and bool(np.max(x, initial=0) > 1)
         return self._stored[split]
 
+    def tokens_per_example(self, split: str) -> float | None:
+        """The mean number of tokens, without padding, of an example of a text, or of its target for translation.
+
+        `None` for other examples, and for those that are read by number.
+        """
+        if self.spec.task == "characters":
+            return float(self.spec.input_shape[0])
+        if not self.spec.vocabulary_size or self._by_range(split):
+            return None
+        x, _ = self._examples(split).arrays
+        return float(padding.lengths(x["target"] if isinstance(x, dict) else x).mean())
+
     def limit(self, examples: int) -> Self:
         """The same dataset with only the first `examples` training examples; others are not read.
 
