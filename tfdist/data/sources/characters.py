@@ -59,12 +59,7 @@ def load(
     content = local_files.text(path, encoding)
     first = len(content) - int(len(content) * validation)
     train, rest = content[:first], content[first:]
-    if vocabulary is not None:
-        known = text.read_vocabulary(Path(vocabulary))
-    elif tokens == "characters":
-        known = tuple(sorted(set(content)))
-    else:
-        known = byte_pairs.learned(train, vocabulary_size if tokens == "bpe" else 256)
+    known = _vocabulary(content, train, tokens, vocabulary_size, vocabulary)
     pieces, others = (_pieces(_tokens(part, known, tokens), steps) for part in (train, rest))
     if not len(pieces[1]):
         raise DataError(
@@ -82,6 +77,14 @@ def load(
         target_vocabulary=known,
         byte_tokens=tokens != "characters",
     )
+
+
+def _vocabulary(content: str, train: str, tokens: Tokens, size: int, file: str | None) -> tuple[str, ...]:
+    if file is not None:
+        return text.read_vocabulary(Path(file))
+    if tokens == "characters":
+        return tuple(sorted(set(content)))
+    return byte_pairs.learned(train, size) if tokens == "bpe" else byte_pairs.BYTES
 
 
 def _tokens(content: str, known: tuple[str, ...], tokens: Tokens) -> np.ndarray:
