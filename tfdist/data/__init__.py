@@ -91,4 +91,6 @@ def load_origin(origin: Origin) -> Source:
         source = source.limit(origin.limit)
     if origin.autoencoding:
         source = source.for_autoencoding()
+    if origin.masked_lm:
+        source = source.for_masked_lm()
     return source.cached() if origin.cached else source

@@ -15,13 +15,17 @@ _model = terminal.options_of("Model")
 
 
 def load(model: str, dataset: str, data_dir: Path | None = None, **options: Any) -> data.Source:
-    """Loads a dataset by name for a model by name; for an autoencoder, the inputs are the targets.
+    """Loads a dataset by name for a model by name.
+
+    For an autoencoder the inputs are the targets, and for a masked language model words of the input.
 
     Raises:
         TfdistError: see `tfdist.data.load`.
     """
     source = data.load(dataset, data_dir, **options)
-    return source.for_autoencoding() if models.tasks(model) == ("autoencoding",) else source
+    if models.tasks(model) == ("autoencoding",):
+        return source.for_autoencoding()
+    return source.for_masked_lm() if models.tasks(model) == ("masked_lm",) else source
 
 
 def options(command: Callable[..., Any]) -> Callable[..., Any]:
