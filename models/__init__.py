@@ -5,8 +5,8 @@ imports neither Keras nor TensorFlow.
 
 Synopsis:
 
-    >>> names()[:3], len(names())
-    (['bilstm', 'cnn', 'conv_autoencoder'], 24)
+    >>> {"cnn", "gpt", "mlp"} <= set(names())
+    True
     >>> import tfdist.data
     >>> model = build("mlp", tfdist.data.load("digits").spec, units=32)
     >>> model.output_shape
@@ -26,10 +26,11 @@ from tfdist.models._training import Training
 
 if TYPE_CHECKING:
     import keras
+    import numpy as np
 
     from tfdist.data.spec import DataSpec
 
-__all__ = ["Training", "build", "knows", "names", "tasks", "training"]
+__all__ = ["Training", "build", "can_translate", "knows", "names", "tasks", "training", "translate"]
 
 # The model that error messages suggest for each task.
 FOR_TASK = {
@@ -38,6 +39,7 @@ FOR_TASK = {
     "text_classification": "nbow",
     "translation": "seq2seq",
     "characters": "stateful_rnn",
+    "masked_lm": "bert",
     "autoencoding": "conv_autoencoder",
     "generation": "vae",
 }
@@ -92,6 +94,39 @@ def build(name: str, spec: DataSpec, **options: Any) -> keras.Model:
             "return a Keras 3 model; docs/models.md has an example",
         )
     return model
+
+
+def can_translate(model: keras.Model) -> bool:
+    """Whether `translate` can use a model, that is, whether tfdist has built it for translation."""
+    from tfdist.models import _decoding
+
+    return _decoding.decoder_of(model) is not None
+
+
+def translate(model: keras.Model, source: np.ndarray, *, length: int = 50, width: int = 1) -> np.ndarray:
+    """Translates sentences with beam search.
+
+    Args:
+        model: a trained model of tfdist for translation, such as `seq2seq`.
+        source: tokens, int `[B, S]`, padded with 0.
+        length: the largest number of tokens in a translation, including the end token.
+        width: the number of beams; 1 is greedy decoding.
+
+    Returns:
+        Tokens int32 `[B, L]`, L at most `length`, padded with the end token.
+
+    Raises:
+        UsageError: another model.
+    """
+    from tfdist.models import _decoding
+
+    decoder = _decoding.decoder_of(model)
+    if decoder is None:
+        raise UsageError(
+            f"`translate` cannot use the model `{model.name}`",
+            "use a model that `tfdist.models.build` has made for translation",
+        )
+    return _decoding.translate(decoder, model, source, length=length, width=width)
 
 
 def knows(name: str, option: str) -> bool:

@@ -7,93 +7,25 @@ jointly learning to align and translate", ICLR 2015.
     source ── embed ── GRU both ways ──┬── states [B, S, units] ──┐
                                        └── last state             attention ── dense tanh ── logits [B, T, classes]
     target ── embed ──────────────────────── GRU [B, T, units] ───┘
-
-It translates with a beam search, `beams`; with one beam that is greedy decoding.
-
-Synopsis:
-
-    >>> table = np.log(np.array([[0.1, 0.6, 0.3], [0.1, 0.3, 0.6]]))  # probabilities of 0 (end), 1 and 2 after 1 and 2
-    >>> step = lambda tokens, states: (table[tokens - 1], states)
-    >>> beams(step, {}, first=np.array([1]), end=0, length=2, width=3).tolist()
-    [[1, 1]]
 """
 
 from __future__ import annotations
-
-from collections.abc import Callable
 
 import keras
 import numpy as np
 from keras import layers, ops
 
-from tfdist.data.spec import END, START, DataSpec
+from tfdist.data.spec import DataSpec
 from tfdist.models import _fit
+from tfdist.models._decoding import States, Step
 from tfdist.models._training import Training
 from tfdist.options import Count, Factor, Fraction
-
-States = dict[str, np.ndarray]
-# From the last tokens [R] and the states, each [R, ...], to log probabilities [R, tokens] and new states.
-Step = Callable[[np.ndarray, States], tuple[np.ndarray, States]]
-
-
-def beams(step: Step, states: States, *, first: np.ndarray, end: int, length: int, width: int) -> np.ndarray:
-    """Returns the most probable sequence of each of B searches, by its mean log probability per token.
-
-    Args:
-        step: one step of the model, for R = B * width sequences at once.
-        states: the initial states of each search, each `[B, ...]`.
-        first: the start token of each sequence, int `[B]`, which is not returned.
-        end: the token that ends a sequence.
-        length: the largest number of tokens in a sequence.
-        width: the number of beams per search; 1 is greedy decoding.
-
-    Returns:
-        Tokens int32 `[B, L]`, L at most `length`, padded with `end`.
-    """
-    searches = len(first)
-    states = {name: np.repeat(state, width, axis=0) for name, state in states.items()}
-    tokens = np.repeat(first, width)
-    sequences = np.zeros((searches, width, 0), np.int32)
-    # All beams of a search start with the same token, so only the first beam is extended; else all would stay equal.
-    scores = np.full((searches, width), -np.inf)
-    scores[:, 0] = 0.0
-    lengths = np.zeros((searches, width))
-    ended = np.zeros((searches, width), bool)
-    for _ in range(length):
-        log_probabilities, states = step(tokens, states)
-        count = log_probabilities.shape[-1]
-        gains = log_probabilities.astype(np.float64).reshape(searches, width, count)
-        gains[ended] = -np.inf  # an ended sequence is only extended by `end`, which does not change its score
-        gains[ended, end] = 0.0
-        candidates = (scores[..., None] + gains).reshape(searches, width * count)
-        new_lengths = np.repeat(np.maximum(lengths + ~ended, 1), count, axis=1)
-        best = _largest(candidates / new_lengths, width)
-        beam, token = best // count, best % count
-        scores = np.take_along_axis(candidates, best, axis=1)
-        lengths = np.take_along_axis(lengths + ~ended, beam, axis=1)
-        ended = np.take_along_axis(ended, beam, axis=1) | (token == end)
-        sequences = np.concatenate([np.take_along_axis(sequences, beam[..., None], axis=1), token[..., None]], axis=2)
-        rows = (np.arange(searches)[:, None] * width + beam).ravel()
-        states = {name: state[rows] for name, state in states.items()}
-        tokens = token.ravel()
-        if ended.all():
-            break
-    return sequences[:, 0].astype(np.int32)
-
-
-def _largest(values: np.ndarray, count: int) -> np.ndarray:
-    """The indices of the `count` largest values per row in descending order of value, int `[rows, count]`."""
-    if count < values.shape[1]:
-        indices = np.argpartition(-values, count, axis=1)[:, :count]
-    else:
-        indices = np.tile(np.arange(values.shape[1]), (len(values), 1))
-    order = np.argsort(-np.take_along_axis(values, indices, axis=1), axis=1, kind="stable")
-    return np.take_along_axis(indices, order, axis=1)
-
 
 TASKS = ("translation",)
 # Rate and batch of the recipe `multi30k-seq2seq`.
 TRAINING = Training("adam", learning_rate=1e-3, batch_size=64)
+# The layers that `decoder` uses.
+PARTS = {"encoder", "last_state", "target_words", "decoder", "attention", "attentional", "logits"}
 
 
 def build(
@@ -138,35 +70,17 @@ def build(
     return keras.Model({"source": source, "target": target}, logits, name="seq2seq")
 
 
-def can_translate(model: keras.Model) -> bool:
-    """Whether `translate` can use a model, that is, whether it has the layers of `build`."""
-    parts = {"encoder", "last_state", "target_words", "decoder", "attention", "attentional", "logits"}
-    return parts <= {layer.name for layer in model.layers}
-
-
-def translate(model: keras.Model, source: np.ndarray, *, length: int = 50, width: int = 1) -> np.ndarray:
-    """Translates sentences with beam search.
-
-    Args:
-        model: a trained model from `build`.
-        source: tokens, int `[B, S]`, padded with 0.
-        length: the largest number of tokens in a translation, including the end token.
-        width: the number of beams; 1 is greedy decoding.
-
-    Returns:
-        Tokens int32 `[B, L]`, padded with the end token.
-    """
-    encoder, decoder = _parts(model)
+def decoder(model: keras.Model, source: np.ndarray) -> tuple[Step, States]:
+    """One step of the decoder, and its states before the first token, for sentences `source` int `[B, S]`."""
+    encoder, one_step = _parts(model)
     states, state = encoder.predict_on_batch(source)
 
     def step(tokens: np.ndarray, current: States) -> tuple[np.ndarray, States]:
         inputs = [tokens[:, None].astype(np.int32), current["state"], current["states"], current["mask"]]
-        log_probabilities, new_state = decoder.predict_on_batch(inputs)
+        log_probabilities, new_state = one_step.predict_on_batch(inputs)
         return log_probabilities, current | {"state": new_state}
 
-    first = np.full(len(source), START, np.int32)
-    initial = {"state": state, "states": states, "mask": np.asarray(source) != 0}
-    return beams(step, initial, first=first, end=END, length=length, width=width)
+    return step, {"state": state, "states": states, "mask": np.asarray(source) != 0}
 
 
 def _parts(model: keras.Model) -> tuple[keras.Model, keras.Model]:

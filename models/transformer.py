@@ -6,14 +6,11 @@ A. Vaswani and others, "Attention is all you need", NeurIPS 2017; with the order
 
 from __future__ import annotations
 
-from typing import Any
-
 import keras
 from keras import ops
 
 from tfdist.data.spec import PADDING, DataSpec
-from tfdist.errors import UsageError
-from tfdist.models import _fit
+from tfdist.models import _transformer
 from tfdist.models._training import Training
 from tfdist.options import Count, Factor, Fraction
 
@@ -51,42 +48,18 @@ def build(
     Raises:
         UsageError: the number of units is not divisible by the number of heads.
     """
-    units = _fit.scaled(units, width)
-    if units % heads:
-        raise UsageError(
-            f"The model `transformer` has {units} units, which is not divisible by `heads` {heads}",
-            "choose a multiple of `heads` for `units` times `width`",
-        )
+    units = _transformer.units_per_token("transformer", units, heads, width)
     causal = spec.task == "characters"
     tokens = keras.Input((None,), dtype="int32", name="tokens")
     mask = None if causal else ops.not_equal(tokens, PADDING)
-    values = _embedded(tokens, spec, units)
+    values = keras.layers.Embedding(spec.vocabulary_size, units, name="words")(tokens)
+    values = values + _transformer.embedded_positions(tokens, spec.input_shape[0], units)
     for _ in range(layers):
-        values = _block(values, mask, causal, heads, dropout)
-    values = _normalized(values)
+        values = _transformer.attended(values, None, heads, dropout, mask=mask, causal=causal)
+        values = _transformer.transformed(values, 4 * units, dropout)
+    values = _transformer.normalized(values)
     if mask is not None:
         weight = ops.expand_dims(ops.cast(mask, values.dtype), -1)
         values = ops.sum(values * weight, axis=1) / ops.maximum(ops.sum(weight, axis=1), 1)
     logits = keras.layers.Dense(spec.classes, dtype="float32", name="logits")(values)
     return keras.Model(tokens, logits, name="transformer")
-
-
-def _embedded(tokens: Any, spec: DataSpec, units: int) -> Any:
-    positions = ops.cumsum(ops.ones_like(tokens), axis=1) - 1
-    words = keras.layers.Embedding(spec.vocabulary_size, units, name="words")(tokens)
-    return words + keras.layers.Embedding(spec.input_shape[0], units, name="positions")(positions)
-
-
-def _block(values: Any, mask: Any, causal: bool, heads: int, dropout: float) -> Any:
-    units = values.shape[-1]
-    inputs = _normalized(values)
-    attention_mask = None if mask is None else ops.expand_dims(mask, 1)
-    attention = keras.layers.MultiHeadAttention(heads, units // heads, dropout=dropout)
-    attended = attention(inputs, inputs, attention_mask=attention_mask, use_causal_mask=causal)
-    values = values + keras.layers.Dropout(dropout)(attended)
-    hidden = keras.layers.Dense(4 * units, activation="gelu")(_normalized(values))
-    return values + keras.layers.Dropout(dropout)(keras.layers.Dense(units)(hidden))
-
-
-def _normalized(values: Any) -> Any:
-    return keras.layers.LayerNormalization(epsilon=1e-5)(values)

@@ -18,7 +18,7 @@ from tests import zoo
 from tfdist.data import DataSpec
 from tfdist.data.spec import END, START
 from tfdist.errors import UnknownNameError, UsageError
-from tfdist.models import segnet, seq2seq
+from tfdist.models import _decoding, _transformer, segnet
 from tfdist.run.config import OPTIMIZERS
 
 ROOT = Path(__file__).parent.parent
@@ -55,7 +55,7 @@ def call(model: keras.Model, x) -> np.ndarray:
 
 
 def test_the_synopsis_runs():
-    for module in (tfdist.models, seq2seq):
+    for module in (tfdist.models, _decoding):
         result = doctest.testmod(module)
         assert result.attempted and not result.failed
 
@@ -86,10 +86,35 @@ IMAGENET, CIFAR = zoo.images(224, 224, 3, classes=1000), zoo.images(32, 32, 3, c
     ],
 )
 def test_parameters_are_the_published_ones(name, spec, published):
+    assert parameters(name, spec) == pytest.approx(published, rel=0.004)
+
+
+GPT2 = {"positions": "learned", "normalization": "layer", "feed_forward": "gelu", "bias": True}
+
+
+@pytest.mark.parametrize(
+    ("name", "task", "tokens", "length", "options", "published"),
+    [
+        ("gpt", "characters", 50_257, 1024, GPT2, 124_439_808),
+        pytest.param("gpt", "characters", 50_257, 1024, {}, 123_551_232, marks=pytest.mark.exhaustive),
+        ("bert", "masked_lm", 30_522, 512, {}, 109.5e6),
+    ],
+)
+def test_parameters_of_language_models_are_the_published_ones(name, task, tokens, length, options, published):
+    spec = zoo.spec_of(task, length, target_shape=(length,), vocabulary_size=tokens, classes=tokens)
+    assert parameters(name, spec, **options) == pytest.approx(published, rel=1e-3 if published % 1e5 == 0 else 0)
+
+
+def test_the_base_transformer_has_the_parameters_of_the_paper_with_one_table_for_both_languages():
+    """The paper says 65 million for 37,000 tokens; its own numbers make 63.1."""
+    spec = zoo.spec_of("translation", 50, target_shape=(50,), vocabulary_size=37_000, classes=37_000, ignored_class=0)
+    assert parameters("transformer_translation", spec) - 37_000 * 512 == 63_084_544
+
+
+def parameters(name: str, spec: DataSpec, **options) -> int:
     with tf.Graph().as_default():  # names and shapes of weights, and no memory for them
-        weights = tfdist.models.build(name, spec).trainable_variables
-    parameters = sum(math.prod(weight.shape) for weight in weights)
-    assert abs(parameters / published - 1) < 0.004
+        weights = tfdist.models.build(name, spec, **options).trainable_variables
+    return sum(math.prod(weight.shape) for weight in weights)
 
 
 def test_the_zoo_of_the_tests_is_the_zoo():
@@ -153,14 +178,14 @@ def test_units_that_do_not_divide_among_the_heads_are_refused():
         tfdist.models.build("transformer", zoo.TEXTS, units=10, heads=4)
 
 
-@pytest.mark.parametrize("case", ["nbow", "textcnn", "bilstm", "transformer", "seq2seq"])
+@pytest.mark.parametrize("case", ["nbow", "textcnn", "bilstm", "transformer", "seq2seq", "transformer_translation"])
 def test_padding_changes_nothing(case):
     model, (x, _) = build(case), zoo.data(case, 4)
 
     def longer(tokens):
         return np.pad(tokens, ((0, 0), (0, 5)))
 
-    more = {"source": longer(x["source"]), "target": x["target"]} if case == "seq2seq" else longer(x)
+    more = {"source": longer(x["source"]), "target": x["target"]} if isinstance(x, dict) else longer(x)
     limit = slice(None, zoo.LENGTH)  # as many positions as the transformer knows
     if case == "transformer":
         model, x = tfdist.models.build("transformer", zoo.TEXTS, units=8, heads=2, dropout=0.0), x[:, :7]
@@ -174,8 +199,9 @@ def test_a_text_without_words_has_finite_logits(name):
     assert np.isfinite(call(build(name), np.zeros((2, zoo.LENGTH), np.int32))).all()
 
 
-def test_a_character_is_told_by_those_before_it_alone():
-    model, (x, _) = build("transformer, characters"), zoo.data("transformer, characters", 2)
+@pytest.mark.parametrize("case", ["transformer, characters", "gpt", "gpt, as GPT-2"])
+def test_a_character_is_told_by_those_before_it_alone(case):
+    model, (x, _) = build(case), zoo.data(case, 2)
     other = x.copy()
     other[:, 3:] = (other[:, 3:] + 1) % zoo.WORDS
     np.testing.assert_allclose(call(model, x)[:, :3], call(model, other)[:, :3], atol=1e-5)
@@ -208,17 +234,21 @@ def test_the_state_of_a_stream_goes_on_and_begins_anew_at_position_0():
     np.testing.assert_allclose(np.concatenate(in_parts)[::-1], parts[1], atol=1e-6)
 
 
-def test_a_translation_is_the_likeliest_that_its_beams_can_find():
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [("seq2seq", {"width": 0.05}), ("transformer_translation", {"layers": 1, "units": 16, "heads": 2})],
+)
+def test_a_translation_is_the_likeliest_that_its_beams_can_find(name, options):
     """One beam takes the likeliest token each time; as many as there are sequences find the best of all."""
     spec = zoo.spec_of("translation", 5, target_shape=(4,), vocabulary_size=9, classes=6, ignored_class=0)
-    model = tfdist.models.build("seq2seq", spec, width=0.05, dropout=0.0)
+    model = tfdist.models.build(name, spec, dropout=0.0, **options)
     for weight in model.trainable_variables:
         weight.assign(3 * weight)  # far from all tokens being alike
     source = np.array([[4, 5, 6, 0, 0], [8, 7, 6, 5, 4]], np.int32)
     every = [[END], *([first, second] for first in range(6) if first != END for second in range(6))]
     before = np.array([[START, *tokens[:-1], 0][:2] for tokens in every], np.int32)
     for sentence, greedy, best in zip(
-        source, *(seq2seq.translate(model, source, length=2, width=width) for width in (1, 40)), strict=True
+        source, *(tfdist.models.translate(model, source, length=2, width=width) for width in (1, 40)), strict=True
     ):
         logits = model({"source": np.repeat(sentence[None], len(every), axis=0), "target": before})
         scores = np.asarray(keras.ops.log_softmax(logits))
@@ -227,6 +257,29 @@ def test_a_translation_is_the_likeliest_that_its_beams_can_find():
         first = int(scores[0, 0].argmax())
         after = next(scores[i, 1].argmax() for i, tokens in enumerate(every) if tokens[0] == first)
         assert greedy.tolist()[:2] == [first, END if first == END else after][: len(greedy)]
+
+
+def test_only_models_for_translation_translate():
+    assert tfdist.models.can_translate(build("seq2seq")) and not tfdist.models.can_translate(build("mlp"))
+    with pytest.raises(UsageError, match="`translate` cannot use the model `mlp`"):
+        tfdist.models.translate(build("mlp"), np.zeros((1, 3), np.int32))
+
+
+def test_rotated_queries_and_keys_know_their_distance_alone():
+    query, key = np.random.default_rng(0).normal(size=(2, 6)).astype("float32")
+    rotated = [np.asarray(_transformer.Rotary()(np.tile(vector, (1, 9, 1, 1))))[0, :, 0] for vector in (query, key)]
+    products = rotated[0] @ rotated[1].T
+    for distance in (-4, 0, 3):
+        diagonal = np.diagonal(products, distance)
+        np.testing.assert_allclose(diagonal, diagonal[0], atol=1e-5)
+    assert products[0, 0] == pytest.approx(query @ key, rel=1e-5)
+    assert abs(products[0, 4] - products[4, 0]) > 1e-3
+
+
+def test_a_head_with_an_odd_number_of_units_is_not_rotated():
+    with pytest.raises(UsageError, match="`gpt` has 3 units per head, which is odd, and `positions=rotary`"):
+        tfdist.models.build("gpt", zoo.CHARACTERS, units=12, heads=4)
+    tfdist.models.build("gpt", zoo.CHARACTERS, units=12, heads=4, layers=1, positions="learned")
 
 
 @pytest.mark.parametrize("name", tfdist.models.names())

@@ -93,7 +93,7 @@ class TestRunJson:
     def test_it_says_when_and_where_without_naming_the_machine(self, folder):
         folder.write(schema.example())
         written = json.loads(folder.run_json.read_text(encoding="utf-8"))
-        assert written["schema_version"] == 8
+        assert written["schema_version"] == schema.SCHEMA_VERSION
         assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d(\.\d+)?Z", written["started"])
         assert written["machine"]["cores"] >= 1
         assert written["machine"]["memory_bytes"] > 1e8

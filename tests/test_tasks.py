@@ -69,6 +69,25 @@ def test_ignored_tokens_stay_out_of_a_weighted_accuracy():
     assert again.ignored_class == 0 and again.name == "accuracy"
 
 
+def test_perplexity_is_the_exponential_of_the_mean_over_all_tokens_of_an_epoch():
+    """Not of the mean of its batches, which have different numbers of tokens."""
+    spec = zoo.TRANSLATION
+    rng = np.random.default_rng(0)
+    y = rng.integers(1, spec.classes, (5, 10)) * (np.arange(10) < rng.integers(1, 10, (5, 1)))
+    logits = rng.normal(size=(5, 10, spec.classes)).astype("float32")
+    cross_entropies = -np.take_along_axis(keras.ops.log_softmax(logits).numpy(), y[..., None], -1)[..., 0]
+    found = scores(spec, y, logits)
+    assert found["perplexity"] == pytest.approx(np.exp(cross_entropies[y != 0].mean()), rel=1e-5)
+    metric = tasks._targets.Perplexity(0)
+    weights = np.array([1.0, 0.0, 2.0, 0.5, 3.0])
+    metric.update_state(y, logits, sample_weight=weights)
+    mean = np.average(cross_entropies, weights=(y != 0) * weights[:, None])
+    assert float(metric.result()) == pytest.approx(np.exp(mean), rel=1e-5)
+    for stored in (metric, tasks._targets.NatsPerByte([1, 2])):
+        again = keras.metrics.deserialize(keras.metrics.serialize(stored))
+        assert again.get_config() == stored.get_config() and again.additive
+
+
 def test_padding_has_no_part_in_a_translation():
     """More padding, the same loss and accuracy."""
     (x, y), small = zoo.data("seq2seq", 6), zoo.SMALL["seq2seq"]
@@ -107,6 +126,7 @@ SHOWN = {
     "segmentation": ("unet", ["--model-option", "width=0.0625"], "masks.png"),
     "text_classification": ("nbow", [], "confusion_matrix.png"),
     "translation": ("seq2seq", ["--model-option", "width=0.05", "--data-option", "length=5"], "translations.txt"),
+    "masked_lm": ("bert", ["--model-option=layers=1", "--model-option=width=0.0625"], "masked_words.txt"),
     "characters": ("stateful_rnn", ["--model-option", "width=0.05", "--data-option", "length=8"], "sample.txt"),
     "autoencoding": ("conv_autoencoder", [], "reconstructions.png"),
     "generation": ("vae", [], "samples.png"),
@@ -130,6 +150,8 @@ def test_the_command_trains_every_task_and_shows_it(tmp_path, task):
     assert np.isfinite(found["test_metrics"]["loss"])
     assert ("bleu" in found["test_metrics"]) == (task == "translation")
     assert found["optimizer"] == models.training(model).optimizer
+    of_texts = ("text_classification", "translation", "characters", "masked_lm")
+    assert (found["epochs"][0]["tokens_per_second"] is not None) == ("tokens/s" in done.stdout) == (task in of_texts)
 
 
 @pytest.mark.thorough
@@ -181,6 +203,18 @@ def test_the_usual_rate_is_scaled_to_the_examples_of_an_update():
     assert settings(batch_size=64, gradient_accumulation=4)["learning_rate"] == 0.2
     assert settings(model="mlp", batch_size=128)["learning_rate"] == 0.002
     assert settings(batch_size=256, optimizer="adam") == {"optimizer": "adam"}
+
+
+def test_a_scaled_rate_is_said_in_a_sentence():
+    def said(**options):
+        return optimizers.scaling(config.TrainConfig("single", "resnet20", "digits", **options))
+
+    assert said(batch_size=256, epochs=10) == (
+        "The learning rate is 0.2: 0.1, the usual rate of `resnet20` for 128 examples per update, scaled to 256; it "
+        "rises from 0 in the first 1 epoch."
+    )
+    assert said(batch_size=32).endswith("for 128 examples per update, scaled to 32.")
+    assert said(batch_size=128) is said(batch_size=32, learning_rate=0.1) is said(optimizer="adam") is None
 
 
 def compiled(steps_per_epoch=10, **options):

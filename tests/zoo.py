@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from tfdist.data import Source, load
+from tfdist.data.input import masking
 from tfdist.data.spec import END, OF_PICTURES, START, DataSpec
 
 WORDS, LENGTH, STEPS, STREAMS = 30, 12, 6, 4
@@ -34,6 +35,9 @@ def pictures(height: int, width: int, channels: int) -> DataSpec:
 
 TEXTS = spec_of("text_classification", LENGTH, vocabulary_size=WORDS)
 CHARACTERS = spec_of("characters", STEPS, target_shape=(STEPS,), vocabulary_size=WORDS, classes=WORDS)
+MASKED_TEXTS = spec_of(
+    "masked_lm", LENGTH, target_shape=(LENGTH,), vocabulary_size=WORDS, classes=WORDS, ignored_class=masking.NOT_CHOSEN
+)
 TRANSLATION = spec_of(
     "translation", LENGTH, target_shape=(LENGTH - 2,), vocabulary_size=WORDS, classes=WORDS - 5, ignored_class=0
 )
@@ -51,6 +55,9 @@ def arrays(spec: DataSpec, examples: int, seed: int = 0) -> tuple[Any, np.ndarra
         text = rng.integers(0, spec.classes, (examples, spec.input_shape[0] + 1)).astype(np.int32)
         return text[:, :-1], text[:, 1:]
     sentences = _sentences(rng, examples, spec.input_shape[0], spec.vocabulary_size)
+    if spec.task == "masked_lm":
+        chosen = (sentences != 0) & (rng.random(sentences.shape) < 0.5)
+        return np.where(chosen, WORDS - 1, sentences), np.where(chosen, sentences, spec.ignored_class)
     if spec.task == "text_classification":
         return sentences, rng.integers(0, spec.classes, examples).astype(np.int32)
     target = _sentences(rng, examples, spec.target_shape[0] - 1, spec.classes)
@@ -107,6 +114,14 @@ SMALL = {
     "bilstm": Small(TEXTS, {"width": 0.05, "dropout": 0.0}),
     "transformer": Small(TEXTS, {"layers": 2, "width": 0.125, "heads": 2, "dropout": 0.0}),
     "transformer, characters": Small(CHARACTERS, {"layers": 2, "width": 0.125, "heads": 2, "dropout": 0.0}),
+    "gpt": Small(CHARACTERS, {"layers": 2, "units": 16, "heads": 2}),
+    "gpt, as GPT-2": Small(
+        CHARACTERS,
+        {"layers": 2, "units": 16, "heads": 2, "tied": False, "bias": True}
+        | {"positions": "learned", "normalization": "layer", "feed_forward": "gelu"},
+    ),
+    "bert": Small(MASKED_TEXTS, {"layers": 2, "units": 16, "heads": 2, "dropout": 0.0}),
+    "transformer_translation": Small(TRANSLATION, {"layers": 2, "units": 16, "heads": 2, "dropout": 0.0}),
     "seq2seq": Small(TRANSLATION, {"width": 0.05, "dropout": 0.0}),
     "conv_autoencoder": Small(spec_of("autoencoding", 10, 12, 1, classes=0), {"width": 0.25}),
     "vae": Small(pictures(10, 12, 1), {"width": 0.02, "code": 4}),
@@ -157,7 +172,7 @@ LEARNS = {
     "cnn": Learnable(_SMALL_DIGITS, {"width": 0.25}, parts=(0.4, 0.15)),
     "lenet": Learnable(_SMALL_DIGITS, parts=(0.6, 0.15)),
     "vgg11": Learnable(_DIGITS, {"width": 0.125}, steps=(300, 120), parts=(0.5, 0.5)),
-    "vgg16": Learnable(_DIGITS, {"width": 0.125}, steps=(300, 200), parts=(0.7, 0.7)),
+    "vgg16": Learnable(_DIGITS, {"width": 0.125}, steps=(120, 60), parts=(0.5, 0.8)),
     "resnet20": Learnable({"digits": 2, "channels": 3}, {"width": 0.5}, steps=(120, 60), parts=(0.1, 0.1)),
     "resnet18": Learnable(_DIGITS, {"width": 0.125}, steps=(120, 60), parts=(0.2, 0.1)),
     "resnet50": Learnable(_DIGITS, {"width": 0.0625}, steps=(100, 60), parts=(0.5, 0.7)),
@@ -169,9 +184,9 @@ LEARNS = {
     ),
     "segnet": Learnable(
         {"task": "segmentation", "shape": (32, 32, 3), "classes": 4},
-        {"width": 0.125},
-        steps=(200, 60),
-        parts=(0.6, 0.6),
+        {"width": 0.0625},
+        steps=(200, 80),
+        parts=(0.8, 0.8),
     ),
     "nbow": Learnable(_TEXTS, {"width": 0.2}, parts=(0.7, 0.25)),
     "textcnn": Learnable(_TEXTS, {"width": 0.2}, steps=(400, 120), parts=(0.7, 0.3)),
@@ -188,6 +203,15 @@ LEARNS = {
     "efficientnet_b0": Learnable(_DIGITS, {"width": 0.125}, steps=(300, 120), parts=(0.7, 0.7)),
     "vae": Learnable(_PICTURES, {"width": 0.5}, steps=(300, 120), parts=(0.8, 0.8)),
     "ddpm": Learnable(_PICTURES, {"width": 0.25}, steps=(120, 60), parts=(0.7, 0.7)),
+    "gpt": Learnable(_CHARACTERS, {"layers": 2, "units": 64, "heads": 2}, steps=(300, 120), parts=(0.5, 0.5)),
+    "bert": Learnable(
+        {"task": "masked_lm", "length": 16, "words": 40}, {"layers": 2, "units": 64, "heads": 2}, parts=(0.95, 0.95)
+    ),
+    "transformer_translation": Learnable(
+        {"task": "translation", "length": 8, "words": 50},
+        {"layers": 2, "units": 64, "heads": 2},
+        parts=(0.8, 0.5),
+    ),
     "conv_autoencoder": Learnable(
         {"task": "autoencoding", "shape": (16, 16, 1)}, {"width": 0.5}, steps=(300, 120), parts=(0.8, 0.8)
     ),

@@ -536,9 +536,10 @@ def _result_rows(record: RunRecord, folder: RunFolder) -> list[tuple[str, str]]:
     # The first epoch includes tracing the graph, so it counts only if there is no other epoch.
     epochs = record.epochs[1:] or record.epochs
     seconds = sum(epoch.train_seconds or 0 for epoch in epochs)
-    examples = sum((epoch.examples_per_second or 0) * (epoch.train_seconds or 0) for epoch in epochs)
-    if seconds and examples:
-        rows.append(("examples/s", f"{examples / seconds:,.0f}"))
+    for name, field in (("examples/s", "examples_per_second"), ("tokens/s", "tokens_per_second")):
+        count = sum((getattr(epoch, field) or 0) * (epoch.train_seconds or 0) for epoch in epochs)
+        if seconds and count:
+            rows.append((name, f"{count / seconds:,.0f}"))
     total = sum(epoch.train_seconds or 0 for epoch in record.epochs)
     rows.append(("training time", f"{total:.1f} s in {terminal.counted(len(record.epochs), 'epoch')}"))
     if record.time_to_target is not None:

@@ -10,6 +10,7 @@ import click
 import numpy as np
 
 from tfdist import data, extras, files, registry, terminal
+from tfdist.data.formats import byte_pairs
 from tfdist.data.input import augmentation as augmentations
 from tfdist.data.input import bad_examples
 from tfdist.data.spec import PADDING, DataSpec
@@ -147,6 +148,12 @@ def _lines(spec: DataSpec, x: Any, y: np.ndarray) -> list[str]:
     if spec.task == "characters":
         pairs = zip(x[: ROWS * 6], y, strict=False)
         return [f"{_characters(spec, text)}  ->  {_characters(spec, target)}" for text, target in pairs]
+    if spec.task == "masked_lm":
+        return [
+            line
+            for text, words in zip(x[: ROWS * 3], y, strict=False)
+            for line in (_words(spec.vocabulary, text), "    " + _words(spec.vocabulary, words[words >= 0]))
+        ]
     words = spec.task == "text_classification"
     return [
         f"{_class(spec, int(label)):>10}  "
@@ -167,7 +174,8 @@ def _words(vocabulary: tuple[str, ...], tokens: np.ndarray) -> str:
 
 
 def _characters(spec: DataSpec, tokens: np.ndarray) -> str:
-    text = "".join(spec.vocabulary[token] if spec.vocabulary else chr(97 + token % 26) for token in tokens[:60])
+    names = [spec.vocabulary[token] if spec.vocabulary else chr(97 + token % 26) for token in tokens[:60]]
+    text = byte_pairs.BytePairs(spec.vocabulary).decode(tokens[:60]) if spec.byte_tokens else "".join(names)
     return repr(text).replace("$", r"\$")
 
 

@@ -6,7 +6,8 @@
 | segmentation | float32 `[N, H, W, C]`, pixels in [0, 1] | int32 `[N, H, W]` |
 | text_classification | int32 `[N, length]`, padded with 0 at the end | int32 `[N]` |
 | translation | "source" int32 `[N, S]`, "target" int32 `[N, T]`: start + sentence | int32 `[N, T]`: sentence + end |
-| characters | int32 `[N, steps]` | int32 `[N, steps]`, the next character of each |
+| characters | int32 `[N, steps]` | int32 `[N, steps]`, the next character, byte or token of each |
+| masked_lm | int32 `[N, length]`, padded with 0; a feed masks words | x; a feed leaves -1 in place of other words |
 | autoencoding, generation | float32 `[N, H, W, C]`, pixels in [0, 1] | x itself |
 
 Synopsis:
@@ -26,11 +27,13 @@ from tfdist.errors import UsageError
 
 SPLITS = ("train", "validation", "test")
 TASKS = (
-    *("classification", "segmentation", "text_classification", "translation", "characters"),
+    *("classification", "segmentation", "text_classification", "translation", "characters", "masked_lm"),
     *("autoencoding", "generation"),
 )
-# The tasks whose targets are the examples themselves. Any dataset of pictures can be used for them.
+# The tasks whose targets are the examples themselves, pictures.
 OF_PICTURES = ("autoencoding", "generation")
+# The tasks whose targets are made of the examples, so that a dataset for another task can be used for them.
+DERIVED = (*OF_PICTURES, "masked_lm")
 
 # The first tokens of every vocabulary; only the targets of translation use the last two.
 PADDING, UNKNOWN, START, END = range(4)
@@ -46,8 +49,7 @@ class DataSpec:
         input_shape: the shape of one example, without the batch: `(28, 28, 1)`, `(16,)`; `(length,)` for token
             sequences; for translation the shape of the source sentence.
         classes: the number of classes, with labels from 0 to `classes - 1`; for translation the size of the target's
-            vocabulary, for characters the number of different characters, for
-            autoencoding and generation 0.
+            vocabulary, for characters and masked_lm the number of different tokens, for autoencoding and generation 0.
         examples: the number of examples in "train", "validation" and "test"; an absent split has 0.
         class_names: one name per class, or empty.
         target_shape: the shape of one example's target, without the batch: `()` for class labels, `(H, W)` for
@@ -56,6 +58,8 @@ class DataSpec:
         ignored_class: a label that loss and metrics leave out, such as that of unlabelled pixels or padding.
         vocabulary: the input tokens, by number, or empty.
         target_vocabulary: the target's tokens, by number, or empty.
+        byte_tokens: whether each token of `vocabulary` is a sequence of bytes, each written as the character with its
+            number (Latin-1).
 
     Raises:
         UsageError: a value is out of range.
@@ -72,6 +76,7 @@ class DataSpec:
     ignored_class: int | None = None
     vocabulary: tuple[str, ...] = field(default=(), hash=False, repr=False)
     target_vocabulary: tuple[str, ...] = field(default=(), hash=False, repr=False)
+    byte_tokens: bool = False
 
     def __post_init__(self) -> None:
         tasks = ", ".join(f"`{task}`" for task in TASKS)

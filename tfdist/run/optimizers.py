@@ -65,6 +65,19 @@ def warmup_epochs(config: TrainConfig) -> float:
     return min(WARMUP_EPOCHS, WARMUP_SHARE * config.epochs)
 
 
+def scaling(config: TrainConfig) -> str | None:
+    """A sentence about the scaled learning rate; `None` if the rate was set, or is that of the reference batch."""
+    usual, size = _usual(config), _batch_size(config)
+    if usual is None or config.learning_rate is not None or size == usual.batch_size:
+        return None
+    epochs = warmup_epochs(config)
+    rises = f"; it rises from 0 in the first {epochs:g} {'epoch' if epochs == 1 else 'epochs'}" if epochs else ""
+    return (
+        f"The learning rate is {usual.rate(size):.3g}: {usual.learning_rate:g}, the usual rate of `{config.model}` for "
+        f"{usual.batch_size} examples per update, scaled to {size}{rises}."
+    )
+
+
 def compile(model: keras.Model, spec: DataSpec, config: TrainConfig, steps_per_epoch: int | None) -> None:
     """Compiles `model` with the loss and metrics of its task and the optimizer of the run.
 

@@ -106,6 +106,7 @@ class RecordedRun(Protocol):
     typed: str
     started: datetime
     data_touched: float
+    tokens_per_example: float | None
     tracker: trackers.Guarded | None
 
     @property
@@ -244,12 +245,14 @@ class Recorder(keras.callbacks.Callback):
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         record = self._session.record
         assert record is not None
+        rate, tokens = (logs or {}).get("examples_per_second"), self._session.tokens_per_example
         record.epochs.append(
             schema.EpochRecord.from_logs(
                 epoch + 1,
                 logs or {},
                 self._throughput.train_seconds,
                 self._throughput.evaluation_seconds,
+                tokens_per_second=None if rate is None or tokens is None else rate * tokens,
                 elapsed_seconds=self._seconds_before + time.monotonic() - self._session.data_touched,
                 network_bytes=None if (sent := _network_bytes()) is None else sent - (self._sent_before or 0),
             )

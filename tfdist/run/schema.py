@@ -27,7 +27,7 @@ import tfdist
 from tfdist import redaction
 from tfdist.jobs.job_environment import cores
 
-SCHEMA_VERSION = 8
+SCHEMA_VERSION = 9
 
 
 def _finite_or_none(value: Any) -> Any:
@@ -180,6 +180,7 @@ class EpochRecord(_Part):
     evaluation_seconds: Number
     examples_per_second: Number
     step_seconds: Number
+    tokens_per_second: Number = None
     elapsed_seconds: Number = None
     network_bytes: int | None = None
     exchanges: int | None = None

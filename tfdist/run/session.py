@@ -148,6 +148,7 @@ class Session:
         self.folder = folder
         self.record: RunRecord | None = None
         self.data_touched = time.monotonic()  # set again when the dataset is read
+        self.tokens_per_example: float | None = None
         self.command = command
         self.typed = typed
         self.started = started
@@ -175,6 +176,7 @@ class Session:
             recorder.check_resumed(config, earlier)
             self._warn(recorder.resume_warning(config, earlier))
         strategy, source, model, train = self._build()
+        self.tokens_per_example = source.tokens_per_example("train")
         self.record = begin_record(self, strategy, model, source, earlier)
         self.write_record()
         self._begin_tracking()
@@ -270,6 +272,8 @@ class Session:
             compiled = model.compiled
             if not compiled:
                 optimizers.compile(model, source.spec, config, train.num_batches)
+                if (sentence := optimizers.scaling(config)) is not None:
+                    self._show(sentence)
         if ":" in config.model or ":" in config.dataset:  # the user's own code
             self._warn_of_mistakes(model, source, compiled)
         return strategy, source, model, train
@@ -280,7 +284,9 @@ class Session:
             return source.repeated_feed("train", config.batch_size, augment=config.augment, **self._feed_options())
         if config.input == "cached":
             source = source.cached()
-        return self._feed(strategy, source, "train", augment=config.augment)
+        # A model without a state learns more from pieces of text in random order.
+        shuffle = True if models.tasks(config.model) and not _has_streams(config) else None
+        return self._feed(strategy, source, "train", augment=config.augment, shuffle=shuffle)
 
     def _feed(self, strategy: Any, source: data.Source, split: str, **options: Any) -> Any:
         return source.feed(split, self.config.batch_size, world=strategy.world, **self._feed_options(), **options)

@@ -83,7 +83,7 @@ def parameters(record: RunRecord) -> dict[str, str | int | float | bool]:
 
 def metrics_of(epoch: EpochRecord) -> dict[str, float]:
     """The metrics of an epoch, and its speed."""
-    figures = {"train_seconds": epoch.train_seconds, "examples_per_second": epoch.examples_per_second}
+    figures = {name: getattr(epoch, name) for name in ("train_seconds", "examples_per_second", "tokens_per_second")}
     return {name: float(value) for name, value in {**epoch.metrics, **figures}.items() if value is not None}
 
 

@@ -120,6 +120,7 @@ def show(run: Run) -> None:
     | classification, text_classification | `confusion_matrix.png` | |
     | segmentation | `masks.png`: images, masks, predictions | |
     | translation | `translations.txt` | `bleu` |
+    | masked_lm | `masked_words.txt` | |
     | characters | `sample.txt` | |
     | autoencoding | `reconstructions.png` | |
     | generation | `samples.png` | |

@@ -1,4 +1,8 @@
-"""Next-character prediction: cross-entropy in nats per character, accuracy, a generated text."""
+"""Causal language modelling: the next character, byte or token of a text; perplexity, accuracy, a generated text.
+
+The loss is the cross-entropy in nats per token. If the tokens have several bytes, the metric "nats_per_byte" compares
+vocabularies.
+"""
 
 from __future__ import annotations
 
@@ -8,12 +12,20 @@ import keras
 import numpy as np
 
 from tfdist import files, tasks
+from tfdist.data.formats import byte_pairs
 from tfdist.data.spec import DataSpec
-from tfdist.tasks._targets import loss, metrics
+from tfdist.tasks import _targets
+from tfdist.tasks._targets import loss
 
 __all__ = ["generate", "loss", "metrics", "show"]
 
-GENERATED = 400  # characters
+GENERATED = 400  # tokens
+
+
+def metrics(spec: DataSpec) -> list[Any]:
+    """The metrics "accuracy", "perplexity" and, unless each token is one byte, "nats_per_byte"."""
+    lengths = [len(token if spec.byte_tokens else token.encode()) for token in spec.vocabulary]
+    return [*_targets.metrics_of_language(spec), *([_targets.NatsPerByte(lengths)] if set(lengths) - {1} else [])]
 
 
 def show(run: tasks.Run) -> None:
@@ -30,21 +42,24 @@ def show(run: tasks.Run) -> None:
     files.write_text(run.file("sample", "sample.txt"), text)
 
 
-def generate(model: keras.Model, prompt: np.ndarray, count: int, generator: np.random.Generator) -> np.ndarray:
-    """Samples `count` characters after `prompt`; the context of each character is as long as the prompt.
+def generate(
+    model: keras.Model, prompt: np.ndarray, count: int, generator: np.random.Generator, context: int | None = None
+) -> np.ndarray:
+    """Samples `count` tokens after `prompt`.
 
     Args:
-        model: a model from characters to logits; a stateful model is used at position 0 of a stream.
+        model: a model from tokens to logits; a stateful model is used at position 0 of a stream.
         prompt: int32 `[steps]`.
-        count: the number of characters to generate.
+        count: the number of tokens to generate.
         generator: the random generator.
+        context: the number of tokens that a prediction depends on; by default the length of the prompt.
 
     Returns:
         int32 `[count]`.
     """
-    text = list(map(int, prompt))
+    text, context = list(map(int, prompt)), context or len(prompt)
     for _ in range(count):
-        logits = _logits(model, text[-len(prompt) :])[0, -1].astype(np.float64)
+        logits = _logits(model, text[-context:])[0, -1].astype(np.float64)
         # The argmax of logits plus Gumbel noise is a sample from their softmax.
         text.append(int(np.argmax(logits + generator.gumbel(size=logits.shape))))
     return np.array(text[len(prompt) :], np.int32)
@@ -58,4 +73,6 @@ def _logits(model: keras.Model, tokens: Any) -> Any:
 
 
 def _text(tokens: np.ndarray, spec: DataSpec) -> str:
+    if spec.byte_tokens:
+        return byte_pairs.BytePairs(spec.vocabulary).decode(tokens)
     return "".join(spec.vocabulary[token] for token in tokens) if spec.vocabulary else " ".join(map(str, tokens))

@@ -10,9 +10,10 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from tfdist import extras, files, tasks
+from tfdist import extras, files, models, tasks
 from tfdist.data.spec import END, PADDING, UNKNOWN
-from tfdist.tasks._targets import loss, metrics
+from tfdist.tasks._targets import loss
+from tfdist.tasks._targets import metrics_of_language as metrics
 
 __all__ = ["bleu", "loss", "metrics", "sentence", "show"]
 
@@ -24,18 +25,16 @@ def show(run: tasks.Run) -> None:
     """Translates by greedy decoding, writes examples as `translations.txt`, and computes `bleu` over 1000 sentences.
 
     BLEU is computed on the dataset's tokens, and a word outside the vocabulary is never correct. Nothing is written for
-    a custom model that `tfdist.models.seq2seq.translate` cannot use.
+    a custom model that `tfdist.models.translate` cannot use.
     """
-    from tfdist.models import seq2seq
-
-    if not run.strategy.world.is_chief or not seq2seq.can_translate(run.model):
+    if not run.strategy.world.is_chief or not models.can_translate(run.model):
         return
     spec = run.source.spec
     x, y = run.examples(TRANSLATED)
     outputs = [
         row
         for first in range(0, len(y), PER_BATCH)
-        for row in seq2seq.translate(run.model, x["source"][first : first + PER_BATCH], length=spec.target_shape[0])
+        for row in models.translate(run.model, x["source"][first : first + PER_BATCH], length=spec.target_shape[0])
     ]
     translations = [sentence(tokens, spec.target_vocabulary, "<unknown>") for tokens in outputs]
     references = [sentence(tokens, spec.target_vocabulary, "<rare>") for tokens in y]

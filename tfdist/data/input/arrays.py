@@ -24,7 +24,7 @@ Arrays = tuple[Any, np.ndarray]
 
 def model_types(spec: DataSpec) -> tuple[type[np.generic], type[np.generic]]:
     """The types of x and y that a model sees."""
-    tokens = spec.task in ("text_classification", "translation", "characters")
+    tokens = spec.task in ("text_classification", "translation", "characters", "masked_lm")
     return (np.int32 if tokens else np.float32), (np.float32 if spec.targets_are_inputs else np.int32)
 
 

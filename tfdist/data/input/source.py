@@ -32,10 +32,11 @@ import numpy as np
 
 from tfdist import registry
 from tfdist.data.input import augmentation as augmentations
-from tfdist.data.input import order, padding
+from tfdist.data.input import masking, order, padding
 from tfdist.data.input.arrays import (
     Arrays,
     ToModelTypes,
+    Transform,
     cast,
     checked,
     head,
@@ -194,6 +195,18 @@ class Source:
             self.has_bytes |= bytes_read and bool(np.max(x, initial=0) > 1)
         return self._stored[split]
 
+    def tokens_per_example(self, split: str) -> float | None:
+        """The mean number of tokens, without padding, of an example of a text, or of its target for translation.
+
+        `None` for other examples, and for those that are read by number.
+        """
+        if self.spec.task == "characters":
+            return float(self.spec.input_shape[0])
+        if not self.spec.vocabulary_size or self._by_range(split):
+            return None
+        x, _ = self._examples(split).arrays
+        return float(padding.lengths(x["target"] if isinstance(x, dict) else x).mean())
+
     def limit(self, examples: int) -> Self:
         """The same dataset with only the first `examples` training examples; others are not read.
 
@@ -219,11 +232,13 @@ class Source:
         return self.for_task("autoencoding")
 
     def for_task(self, task: str) -> Self:
-        """The same pictures, each its own target, for a task of `tfdist.data.spec.OF_PICTURES`.
+        """The same examples for a task of `tfdist.data.spec.DERIVED`; each picture is its own target.
 
         Raises:
-            UsageError: the examples are not pictures.
+            UsageError: the examples are not pictures, or for `masked_lm` not texts.
         """
+        if task == "masked_lm":
+            return self.for_masked_lm()
         if self.spec.task == task:
             return self
         if len(self.spec.input_shape) != 3:
@@ -246,6 +261,25 @@ class Source:
 
         source._read = with_itself
         source.origin = self._origin_with(task=task)
+        return source
+
+    def for_masked_lm(self) -> Self:
+        """The same texts, of which the feeds mask words that a model predicts; see `tfdist.data.input.masking`.
+
+        Raises:
+            UsageError: the examples are not texts, or the batches have different widths.
+        """
+        if self.spec.task == "masked_lm":
+            return self
+        changes, shift = masking.facts(self.spec)
+        if self.bucketed:
+            raise UsageError(
+                f"The batches of `{self.spec.name}` have different widths, in which no words are masked",
+                "load the dataset without `buckets`",
+            )
+        source = self._with_spec(**changes)
+        source._read = lambda split, count: masking.texts_alone(self._read(split, count), shift)
+        source.origin = self._origin_with(task="masked_lm")
         return source
 
     def cached(self) -> Source:
@@ -271,7 +305,7 @@ class Source:
             world: this process's place in the job; examples that are in files, or too many for an order that is drawn
                 as a whole, are read by the rank that needs them.
             seed: with the epoch, determines order and augmentation.
-            shuffle: whether to shuffle; None shuffles only "train". Characters stay in order.
+            shuffle: whether to shuffle; None shuffles only "train", and not characters, which are then read as streams.
             augment: one of `tfdist.data.input.augmentation.NAMES`.
             stream_positions: for characters, makes x a dict of "tokens" `[b, steps]`, "stream" `[b]`, the example's row
                 in its batch, and "position" `[b]`, the number of examples before it in that stream: for models that
@@ -345,7 +379,7 @@ class Source:
             seed: with `epoch`, determines order and augmentation.
             epoch: the number of the epoch, from 0.
             first_batch: the batch to begin with; earlier batches are not read.
-            shuffle: whether to shuffle; None shuffles only "train". Characters stay in order.
+            shuffle: whether to shuffle; None shuffles only "train", and not characters, which are then read as streams.
             augment: one of `tfdist.data.input.augmentation.NAMES`.
             threads: the size of a private thread pool; None shares TensorFlow's.
             deterministic: False lets a batch that is ready earlier come earlier.
@@ -431,7 +465,7 @@ class Source:
         examples = self.spec.examples[split]
         if batch_size < 1:
             raise UsageError(f"The global batch size is `{batch_size}`", "use 1 or more")
-        if self.spec.task == "characters":
+        if self.spec.task == "characters" and not shuffle:
             if 0 < examples < batch_size:
                 raise UsageError(
                     f"A batch of {batch_size} streams needs at least {batch_size} examples, "
@@ -456,7 +490,9 @@ class Source:
         multiple = 8 if tf.config.list_physical_devices("GPU") else 1
         return padding.Trimmed(sentence_lengths(x), batch_size, multiple)
 
-    def _augmented(self, arguments: FeedArguments) -> augmentations.Augmented | None:
+    def _augmented(self, arguments: FeedArguments) -> Transform | None:
+        if self.spec.task == "masked_lm":
+            return masking.Masked(self.spec, arguments.seed, each_epoch=arguments.split == "train")
         augmentation, examples = self.augmentation(arguments.augment), self.spec.examples[arguments.split]
         if augmentation is None:
             return None
@@ -503,6 +539,11 @@ class IndexedSource(Source):
         super().__init__(spec, lambda split, count: read_at(split, np.arange(count)))
         self._read_at = read_at
         self._problem: DataError | None = None
+
+    def for_masked_lm(self) -> Self:
+        source, (_, shift) = super().for_masked_lm(), masking.facts(self.spec)
+        source._read_at = lambda split, indices: masking.texts_alone(self._read_at(split, indices), shift)
+        return source
 
     def cached(self) -> Source:
         source = Source(self.spec, self._read)

@@ -5,6 +5,7 @@
 - segmentation: each class has a colour; a picture is a grid of patches in these colours, with noise
 - text_classification: half of the words in a sentence are words of its class
 - translation: each source word has one target word, in the same order
+- masked_lm: each sentence repeats the four words of a topic
 - characters: each character is followed by one of two others
 
 With more pixels, the classes are easier to distinguish; a linear classifier suffices.
@@ -18,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from tfdist.data.input import padding
+from tfdist.data.input import masking, padding
 from tfdist.data.input.arrays import Arrays
 from tfdist.data.input.source import Source
 from tfdist.data.spec import END, PADDING, SPLITS, START, TASKS, UNKNOWN, DataSpec
@@ -29,6 +30,8 @@ from tfdist.options import Count, CountOrZero
 _CHUNK = 1024
 # The number of patches along each side of a mask.
 _PATCHES = 8
+# The first word that is not special, and the words per topic.
+_FIRST_WORD, _TOPIC = UNKNOWN + 1, 4
 
 
 def load(
@@ -66,7 +69,8 @@ def load(
     """
     if task not in TASKS:
         raise UnknownNameError("task", task, TASKS)
-    needed = {"text_classification": 2 * classes, "translation": END + 2}.get(task, 0)
+    of_topic = _FIRST_WORD + _TOPIC + 1
+    needed = {"text_classification": 2 * classes, "masked_lm": of_topic, "translation": END + 2}.get(task, 0)
     if words < needed:
         raise UsageError(f"`words` is {words}, too few for `{task}` with {classes} classes", f"use {needed} or more")
     if task == "segmentation" and shape is not None and len(shape) != 3:
@@ -88,6 +92,7 @@ def _spec(
         "generation": {"input_shape": picture, "classes": 0, "target_shape": picture},
         "segmentation": {"input_shape": picture, "classes": classes, "target_shape": picture[:2]},
         "text_classification": sentence | {"classes": classes},
+        "masked_lm": sentence | {"classes": words, "target_shape": (length,), "ignored_class": masking.NOT_CHOSEN},
         "translation": sentence | {"classes": words, "target_shape": (length + 1,), "ignored_class": PADDING},
         "characters": sentence | {"classes": classes, "target_shape": (length,), "vocabulary_size": classes},
     }
@@ -139,6 +144,16 @@ def _sentences(spec: DataSpec, seed: int, stream: int, count: int) -> Arrays:
     return x, y
 
 
+def _topics(spec: DataSpec, seed: int, stream: int, count: int) -> Arrays:
+    (length,) = spec.input_shape
+    generator = np.random.default_rng([seed, stream])
+    topics = (spec.vocabulary_size - 1 - _FIRST_WORD) // _TOPIC  # the last word is the mask
+    x = _FIRST_WORD + _TOPIC * generator.integers(topics, size=(count, 1), dtype=np.int32)
+    x = x + generator.integers(_TOPIC, size=(count, length), dtype=np.int32)
+    x[np.arange(length) >= _lengths(generator, count, length)] = PADDING
+    return x, x
+
+
 def _translations(spec: DataSpec, seed: int, stream: int, count: int) -> Arrays:
     (length,) = spec.input_shape
     generator = np.random.default_rng([seed, stream])
@@ -178,6 +193,7 @@ _MAKERS: dict[str, Callable[[DataSpec, int, int, int], Arrays]] = {
     "generation": _pictures,
     "segmentation": _masks,
     "text_classification": _sentences,
+    "masked_lm": _topics,
     "translation": _translations,
     "characters": _characters,
 }

@@ -9,22 +9,24 @@ from typing import Any
 import click
 
 from tfdist import data, models, terminal
-from tfdist.data.spec import OF_PICTURES
+from tfdist.data.spec import DERIVED
 
 _data = terminal.options_of("Data")
 _model = terminal.options_of("Model")
 
 
 def load(model: str, dataset: str, data_dir: Path | None = None, **options: Any) -> data.Source:
-    """Loads a dataset by name for a model by name; for a model that reconstructs or generates pictures, the
-    pictures are the targets.
+    """Loads a dataset by name for a model by name.
+
+    For a model that reconstructs or generates pictures the inputs are the targets, and for a masked language model
+    words of the input.
 
     Raises:
         TfdistError: see `tfdist.data.load`.
     """
     source = data.load(dataset, data_dir, **options)
     task = models.tasks(model)
-    return source.for_task(task[0]) if task and set(task) <= set(OF_PICTURES) else source
+    return source.for_task(task[0]) if task and set(task) <= set(DERIVED) else source
 
 
 def options(command: Callable[..., Any]) -> Callable[..., Any]:
