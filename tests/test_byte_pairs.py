@@ -81,7 +81,7 @@ def text_of(source, split):
 
 def test_the_characters_of_a_text_may_be_bytes_or_byte_pairs(folder):
     of = {
-        tokens: data.load("characters", folder, tokens=tokens, vocabulary_size=270, steps=8)
+        tokens: data.load("characters", folder, unit=tokens, vocabulary_size=270, steps=8)
         for tokens in ("characters", "bytes", "bpe")
     }
     assert of["bytes"].spec.classes == 256 and of["bpe"].spec.classes == 270
@@ -96,29 +96,29 @@ def test_the_characters_of_a_text_may_be_bytes_or_byte_pairs(folder):
 
 
 def test_another_text_is_read_with_the_vocabulary_of_an_earlier_run(folder, tmp_path):
-    first = data.load("characters", folder, tokens="bpe", vocabulary_size=270, steps=8)
+    first = data.load("characters", folder, unit="bpe", vocabulary_size=270, steps=8)
     texts.write_vocabulary(tmp_path / "vocabulary.txt", first.spec.vocabulary)
     (tmp_path / "other.txt").write_text("a newer world, ô\n" * 20)
     options = {"file": "other.txt", "steps": 8, "vocabulary": str(tmp_path / "vocabulary.txt")}
-    again = data.load("characters", folder, tokens="bpe", **options)
+    again = data.load("characters", folder, unit="bpe", **options)
     assert again.spec.vocabulary == first.spec.vocabulary
     assert "a newer world, ô\n" in text_of(again, "train")
     known = data.load("characters", folder, steps=8).spec.vocabulary
     texts.write_vocabulary(tmp_path / "vocabulary.txt", known)
-    with pytest.raises(DataError, match=r"lacks `ô` of the text\n\nhint: .*tokens=bytes"):
+    with pytest.raises(DataError, match=r"lacks `ô` of the text\n\nhint: .*unit=bytes"):
         data.load("characters", folder, **options)
 
 
 def test_fewer_tokens_than_bytes_are_refused(folder):
     with pytest.raises(UsageError, match="`vocabulary_size` is 100, fewer than the 256 bytes"):
-        data.load("characters", folder, tokens="bpe", vocabulary_size=100)
-    with pytest.raises(UsageError, match="cannot have `words` as `tokens`"):
-        data.load("characters", folder, tokens="words")
+        data.load("characters", folder, unit="bpe", vocabulary_size=100)
+    with pytest.raises(UsageError, match="cannot have `words` as `unit`"):
+        data.load("characters", folder, unit="words")
 
 
 def test_losses_per_byte_compare_vocabularies(folder):
     """A model that gives each byte a probability of 1/256 has the same loss per byte with every vocabulary."""
-    source = data.load("characters", folder, tokens="bpe", vocabulary_size=270, steps=8)
+    source = data.load("characters", folder, unit="bpe", vocabulary_size=270, steps=8)
     (metric,) = [metric for metric in characters.metrics(source.spec) if "per_byte" in getattr(metric, "name", "")]
     _, y = source.arrays("train")
     lengths = np.array([len(token) for token in source.spec.vocabulary])
@@ -128,5 +128,5 @@ def test_losses_per_byte_compare_vocabularies(folder):
     np.put_along_axis(logits, y[..., None], chosen[..., None], axis=-1)
     metric.update_state(y, logits.astype("float32"))
     assert float(metric.result()) == pytest.approx(np.log(256), rel=1e-5)
-    of_bytes = data.load("characters", folder, tokens="bytes", steps=8)
+    of_bytes = data.load("characters", folder, unit="bytes", steps=8)
     assert not any("per_byte" in getattr(metric, "name", "") for metric in characters.metrics(of_bytes.spec))

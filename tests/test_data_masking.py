@@ -11,6 +11,7 @@ import pytest
 import tfdist
 from tfdist import data, models, tasks
 from tfdist.data import IndexedSource, Source
+from tfdist.data.formats import text
 from tfdist.data.input import masking
 from tfdist.data.input.division import Division
 from tfdist.data.spec import DataSpec
@@ -110,13 +111,13 @@ def test_a_dataset_of_sentences_or_characters_is_used_without_its_labels(tmp_pat
     assert characters.spec.target_shape == (4,) and characters.for_masked_lm() is characters
 
 
-def test_the_vocabulary_of_a_run_is_read_again(tmp_path):
-    from tfdist.data.formats import text
-
+@pytest.mark.parametrize("unit", ["characters", "bpe"])
+def test_the_vocabulary_of_a_run_is_read_again(tmp_path, unit):
     (tmp_path / "input.txt").write_text("abcab" * 20)
-    first = for_model.load("bert", "characters", tmp_path, steps=4)
+    options = {"steps": 4, "unit": unit, "vocabulary_size": 258}
+    first = for_model.load("bert", "characters", tmp_path, **options)
     text.write_vocabulary(tmp_path / "vocabulary.txt", first.spec.vocabulary)
-    again = for_model.load("bert", "characters", tmp_path, steps=4, vocabulary=str(tmp_path / "vocabulary.txt"))
+    again = for_model.load("bert", "characters", tmp_path, vocabulary=str(tmp_path / "vocabulary.txt"), **options)
     assert again.spec == first.spec
     np.testing.assert_array_equal(again.arrays("train")[0], first.arrays("train")[0])
 

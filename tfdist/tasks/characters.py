@@ -34,10 +34,13 @@ def show(run: tasks.Run) -> None:
         return
     spec = run.source.spec
     x, _ = run.examples(1)
-    prompt = x[0]
-    if not run.fits(_logits(run.model, prompt), (len(prompt), spec.classes)):
+    prompt, model = x[0], run.model
+    if run.strategy.world.world_size > 1:
+        # The same layers outside the strategy: its steps would wait for the other processes.
+        model = keras.Model(model.input, model.output)
+    if not run.fits(_logits(model, prompt), (len(prompt), spec.classes)):
         return
-    continuation = generate(run.model, prompt, GENERATED, np.random.default_rng(run.seed))
+    continuation = generate(model, prompt, GENERATED, np.random.default_rng(run.seed))
     text = f"{_text(prompt, spec)}\n\n--- from here on the model writes ---\n\n{_text(continuation, spec)}\n"
     files.write_text(run.file("sample", "sample.txt"), text)
 

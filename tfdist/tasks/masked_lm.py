@@ -45,4 +45,7 @@ def _text(tokens: Sequence[int], spec: DataSpec) -> str:
     if not spec.vocabulary:
         return " ".join(map(str, tokens))
     of_words = spec.vocabulary[UNKNOWN] == text.OF_INPUT[UNKNOWN]
-    return (" " if of_words else "").join(spec.vocabulary[token] for token in tokens)
+    shown = (" " if of_words else "").join(spec.vocabulary[token] for token in tokens)
+    if spec.byte_tokens:
+        shown = shown.encode("latin-1").decode("utf-8", "replace")
+    return shown.replace("\n", "\\n")

@@ -52,7 +52,7 @@ class BytePairs:
         if self.vocabulary[:256] != BYTES:
             raise DataError(
                 f"A vocabulary of {len(self.vocabulary)} tokens does not begin with the 256 bytes",
-                "use a vocabulary that a run with `--data-option tokens=bpe` has written",
+                "use a vocabulary that a run with `--data-option unit=bpe` has written",
             )
         self._pieces: dict[str, list[int]] = {}
 

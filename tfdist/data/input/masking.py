@@ -68,6 +68,11 @@ def facts(spec: DataSpec) -> tuple[dict[str, Any], int]:
     return changes, before
 
 
+def without_special_tokens(vocabulary: tuple[str, ...]) -> tuple[str, ...]:
+    """The tokens of a text without padding, from the vocabulary of a run, which may be of masked language modelling."""
+    return vocabulary[vocabulary[0] == PADDING_TOKEN : len(vocabulary) - (vocabulary[-1] == MASK_TOKEN)]
+
+
 def texts_alone(arrays: Arrays, shift: int) -> Arrays:
     """Examples of a text dataset without their targets, each its own target; `shift` is added to the tokens."""
     tokens = np.add(arrays[0], shift, dtype=np.int32)

@@ -9,12 +9,13 @@ from typing import Literal
 import numpy as np
 
 from tfdist.data.formats import byte_pairs, local_files, text
+from tfdist.data.input import masking
 from tfdist.data.input.arrays import Arrays
 from tfdist.data.input.source import Source
 from tfdist.errors import DataError, UsageError
 from tfdist.options import Count, Fraction
 
-Tokens = Literal["characters", "bytes", "bpe"]
+Unit = Literal["characters", "bytes", "bpe"]
 
 TASKS = ("characters",)
 FILES = "local"
@@ -27,7 +28,7 @@ def load(
     steps: Count = 64,
     validation: Fraction = 0.1,
     encoding: str = "utf-8",
-    tokens: Tokens = "characters",
+    unit: Unit = "characters",
     vocabulary_size: Count = 512,
     vocabulary: str | None = None,
 ) -> Source:
@@ -43,7 +44,7 @@ def load(
         steps: the number of tokens per example.
         validation: the fraction of the text, from the end, for validation.
         encoding: the encoding of the text.
-        tokens: "characters", "bytes" of UTF-8, or "bpe", byte pairs that are learned from the training part.
+        unit: what a token is: "characters", "bytes" of UTF-8, or "bpe", byte pairs learned from the training part.
         vocabulary_size: the largest number of tokens for "bpe", of which 256 are the bytes.
         vocabulary: a file with the vocabulary of an earlier run; None makes one.
 
@@ -59,8 +60,8 @@ def load(
     content = local_files.text(path, encoding)
     first = len(content) - int(len(content) * validation)
     train, rest = content[:first], content[first:]
-    known = _vocabulary(content, train, tokens, vocabulary_size, vocabulary)
-    pieces, others = (_pieces(_tokens(part, known, tokens), steps) for part in (train, rest))
+    known = _vocabulary(content, train, unit, vocabulary_size, vocabulary)
+    pieces, others = (_pieces(_tokens(part, known, unit), steps) for part in (train, rest))
     if not len(pieces[1]):
         raise DataError(
             f"`{path}` has {len(content)} characters, too few for one example of {steps} steps",
@@ -75,27 +76,27 @@ def load(
         vocabulary_size=len(known),
         vocabulary=known,
         target_vocabulary=known,
-        byte_tokens=tokens != "characters",
+        byte_tokens=unit != "characters",
     )
 
 
-def _vocabulary(content: str, train: str, tokens: Tokens, size: int, file: str | None) -> tuple[str, ...]:
+def _vocabulary(content: str, train: str, unit: Unit, size: int, file: str | None) -> tuple[str, ...]:
     if file is not None:
-        return text.read_vocabulary(Path(file))
-    if tokens == "characters":
+        return masking.without_special_tokens(text.read_vocabulary(Path(file)))
+    if unit == "characters":
         return tuple(sorted(set(content)))
-    return byte_pairs.learned(train, size) if tokens == "bpe" else byte_pairs.BYTES
+    return byte_pairs.learned(train, size) if unit == "bpe" else byte_pairs.BYTES
 
 
-def _tokens(content: str, known: tuple[str, ...], tokens: Tokens) -> np.ndarray:
+def _tokens(content: str, known: tuple[str, ...], unit: Unit) -> np.ndarray:
     """The numbers of the tokens of a text, int32 `[n]`."""
-    if tokens != "characters":
+    if unit != "characters":
         return np.array(byte_pairs.BytePairs(known).encode(content), np.int32)
     number = {character: index for index, character in enumerate(known)}
     if missing := sorted(set(content) - set(known)):
         raise DataError(
             f"The vocabulary of {len(known)} characters lacks `{missing[0]}` of the text",
-            "make a new vocabulary, or use `--data-option tokens=bytes`",
+            "make a new vocabulary, or use `--data-option unit=bytes`",
         )
     return np.fromiter(map(number.__getitem__, content), np.int32, len(content))
 
