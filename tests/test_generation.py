@@ -126,7 +126,7 @@ def test_both_networks_of_a_dcgan_are_updated_from_the_weights_before_the_step()
         np.testing.assert_allclose(variable.numpy(), value, rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.parametrize(("batch", "epochs"), [(32, 1), (256, 5)])
+@pytest.mark.parametrize(("batch", "epochs"), [(32, 8), (256, 40)])
 @pytest.mark.sampled(1)
 def test_a_dcgan_learns_with_its_usual_settings_whatever_the_batch(batch, epochs):
     """Where the pictures are bright on average, the samples are."""
