@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     import numpy as np
 
     from tfdist.data.spec import DataSpec
+    from tfdist.models import _decoding
 
 __all__ = ["Training", "build", "can_translate", "knows", "names", "tasks", "training", "translate"]
 
@@ -98,9 +99,7 @@ def build(name: str, spec: DataSpec, **options: Any) -> keras.Model:
 
 def can_translate(model: keras.Model) -> bool:
     """Whether `translate` can use a model, that is, whether tfdist has built it for translation."""
-    from tfdist.models import _decoding
-
-    return _decoding.decoder_of(model) is not None
+    return _decoder(model) is not None
 
 
 def translate(model: keras.Model, source: np.ndarray, *, length: int = 50, width: int = 1) -> np.ndarray:
@@ -120,7 +119,7 @@ def translate(model: keras.Model, source: np.ndarray, *, length: int = 50, width
     """
     from tfdist.models import _decoding
 
-    decoder = _decoding.decoder_of(model)
+    decoder = _decoder(model)
     if decoder is None:
         raise UsageError(
             f"`translate` cannot use the model `{model.name}`",
@@ -143,6 +142,14 @@ def training(name: str) -> Training | None:
     """How the model `name` is usually trained; `None` if unknown, as for a custom model, which is trained with Adam."""
     settings: Training | None = _module_constant(name, "TRAINING", None)
     return settings
+
+
+def _decoder(model: keras.Model) -> _decoding.Decoder | None:
+    """The decoder of a model of tfdist for translation, trained or loaded; `None` for another model."""
+    from tfdist.models import seq2seq, transformer_translation
+
+    names = {layer.name for layer in model.layers}
+    return next((module.decoder for module in (seq2seq, transformer_translation) if names >= module.PARTS), None)
 
 
 def _module_constant(name: str, constant: str, default: Any) -> Any:

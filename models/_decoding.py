@@ -24,14 +24,6 @@ Step = Callable[[np.ndarray, States], tuple[np.ndarray, States]]
 Decoder = Callable[[keras.Model, np.ndarray], tuple[Step, States]]
 
 
-def decoder_of(model: keras.Model) -> Decoder | None:
-    """The decoder of a model of tfdist for translation, trained or loaded; `None` for another model."""
-    from tfdist.models import seq2seq, transformer_translation
-
-    names = {layer.name for layer in model.layers}
-    return next((module.decoder for module in (seq2seq, transformer_translation) if names >= module.PARTS), None)
-
-
 def translate(decoder: Decoder, model: keras.Model, source: np.ndarray, *, length: int, width: int) -> np.ndarray:
     """Translates sentences with beam search; see `tfdist.models.translate`."""
     step, states = decoder(model, source)

@@ -70,7 +70,7 @@ def test_a_vocabulary_survives_its_file(tmp_path):
 @pytest.fixture
 def folder(tmp_path):
     # The last tenth has words that the rest does not have.
-    (tmp_path / "input.txt").write_text(TEXT * 9 + "zzyzx é " * 46)
+    (tmp_path / "input.txt").write_text(TEXT * 9 + "zzyzx é " * 40)
     return tmp_path
 
 
@@ -85,7 +85,7 @@ def test_the_characters_of_a_text_may_be_bytes_or_byte_pairs(folder):
         for tokens in ("characters", "bytes", "bpe")
     }
     assert of["bytes"].spec.classes == 256 and of["bpe"].spec.classes == 270
-    assert of["bytes"].spec.examples["train"] > 2 * of["bpe"].spec.examples["train"]
+    assert of["bytes"].spec.examples["train"] > 1.9 * of["bpe"].spec.examples["train"]
     for source in (of["bytes"], of["bpe"]):
         assert (TEXT * 9).startswith(text_of(source, "train"))
         x, y = source.arrays("train")
@@ -126,7 +126,7 @@ def test_losses_per_byte_compare_vocabularies(folder):
     chosen = -np.log(256) * lengths[y]
     logits = np.log((1 - np.exp(chosen)) / (len(lengths) - 1))[..., None] * np.ones(len(lengths))
     np.put_along_axis(logits, y[..., None], chosen[..., None], axis=-1)
-    metric.update_state(y, logits)
+    metric.update_state(y, logits.astype("float32"))
     assert float(metric.result()) == pytest.approx(np.log(256), rel=1e-5)
     of_bytes = data.load("characters", folder, tokens="bytes", steps=8)
     assert not any("per_byte" in getattr(metric, "name", "") for metric in characters.metrics(of_bytes.spec))

@@ -91,7 +91,7 @@ def test_replicas_mask_the_words_that_one_device_masks():
         feeds = {split: source.feed(split, 4, seed=5) for split in ("train", "validation")}
         history = strategy.fit(model, feeds["train"], validation_data=feeds["validation"], epochs=2, verbose=0).history
         found.append([history[name] for name in ("loss", "perplexity", "val_loss", "val_perplexity")])
-    np.testing.assert_allclose(found[0], found[1], rtol=1e-5)
+    np.testing.assert_allclose(found[0], found[1], rtol=5e-5)
 
 
 def test_a_dataset_of_sentences_or_characters_is_used_without_its_labels(tmp_path):

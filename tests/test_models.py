@@ -352,7 +352,7 @@ def test_options_reach_the_model():
 
 
 def test_an_unknown_model_lists_the_known_ones():
-    with pytest.raises(UnknownNameError, match=r"the names are `bilstm`, `cnn`, .*\n\nhint: did you mean `lenet`\?"):
+    with pytest.raises(UnknownNameError, match=r"the names are `bert`, `bilstm`, .*\n\nhint: did you mean `lenet`\?"):
         tfdist.models.build("le_net", spec_of(8, 8, 1))
 
 

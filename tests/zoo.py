@@ -184,9 +184,9 @@ LEARNS = {
     ),
     "segnet": Learnable(
         {"task": "segmentation", "shape": (32, 32, 3), "classes": 4},
-        {"width": 0.0625},
-        steps=(200, 80),
-        parts=(0.8, 0.8),
+        {"width": 0.125},
+        steps=(200, 60),
+        parts=(0.6, 0.8),
     ),
     "nbow": Learnable(_TEXTS, {"width": 0.2}, parts=(0.7, 0.25)),
     "textcnn": Learnable(_TEXTS, {"width": 0.2}, steps=(400, 120), parts=(0.7, 0.3)),

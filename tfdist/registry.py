@@ -6,7 +6,7 @@ that `--help` and the error for a misspelt name are fast.
 Synopsis:
 
     >>> names("tfdist.models")[:3]
-    ['bilstm', 'cnn', 'conv_autoencoder']
+    ['bert', 'bilstm', 'cnn']
     >>> resolve("os.path:join", "model")("a", "b")
     'a/b'
 """
