@@ -116,6 +116,9 @@ class DCGAN(keras.Model):
     def metrics(self) -> list[keras.metrics.Metric]:
         return [self.loss_tracker, self.generator_loss, self.discriminator_loss]
 
+    def build(self, input_shape: Any) -> None:
+        """Does nothing: both networks are built."""
+
     def call(self, pictures: Any, training: bool = False) -> Any:
         """Returns as many samples as there are pictures."""
         return self.generator(self.codes(pictures, training=training), training=training)

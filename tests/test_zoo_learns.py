@@ -13,8 +13,7 @@ EPOCHS = 5
 
 
 def test_every_model_is_tried():
-    """The losses of `dcgan` do not fall; `tests/test_generation.py` compares its samples with the pictures."""
-    assert {zoo.name_of(case) for case in zoo.LEARNS} | {"dcgan"} == set(models.names())
+    assert {zoo.name_of(case) for case in zoo.LEARNS} == set(models.names())
 
 
 def losses(case, batch_size, steps):
