@@ -95,6 +95,8 @@ class Replicas:
         self._epochs: dict[int, Any] = {}
         self._graphs: dict[str, Any] = {}
         self._begun: list[Step] = []
+        # The weights and the optimizer's values that the variables have, if `apply` was the last that changed them.
+        self._held: tuple[np.ndarray | None, Values | None] = None, None
         self.initial_weights: np.ndarray = packed(self._weights).numpy()
         self.initial_state = State(self.averages.read(), self.optimizer.read())
         self.parameters = self.initial_weights.size
@@ -129,9 +131,12 @@ class Replicas:
 
     def apply(self, weights: np.ndarray, state: State, gradient: np.ndarray) -> tuple[np.ndarray, State]:
         """Returns the weights and the state after the optimizer has applied `gradient`."""
-        stacked = _stacked([weights]), _stacked_values([state.optimizer]), _stacked([gradient])
-        new_weights, optimizer = self._call("apply", self._apply_graph, stacked)
-        return np.asarray(new_weights)[0], State(state.averages, _rows(optimizer, 1)[0])
+        if self._held[0] is not weights or self._held[1] is not state.optimizer:
+            _assign(self._weights, self._unpacked(tf.constant(weights)))
+            self.optimizer.assign(state.optimizer)
+        new_weights, optimizer = self._call("apply", self._update_graph, _stacked([gradient]))
+        self._held = np.asarray(new_weights), {name: np.asarray(array) for name, array in optimizer.items()}
+        return self._held[0], State(state.averages, self._held[1])
 
     def examples(self, part: int, step: int) -> int:
         """Returns the number of examples of a part of the global batch of step number `step`."""
@@ -142,11 +147,13 @@ class Replicas:
 
     def learning_rate(self, state: State) -> float:
         """Returns the learning rate of the last step that led to this state."""
+        self._held = None, None
         self.optimizer.assign(state.optimizer)
         return keras_internals.last_learning_rate(self._model.optimizer)
 
     def evaluate(self, weights: np.ndarray, state: State, data: Any) -> dict[str, float]:
         """Evaluates the model with these weights on `data`; returns loss and metrics as `Model.evaluate` does."""
+        self._held = None, None
         _assign(self._weights, self._unpacked(tf.constant(weights)))
         self.averages.assign(state.averages)
         metrics: dict[str, float] = self._model.evaluate(data, verbose=0, return_dict=True)
@@ -175,6 +182,8 @@ class Replicas:
         kind, epoch = steps[0].kind, steps[0].epoch
         if epoch not in self._epochs:
             self._epochs = {epoch: self._feed.start(epoch, 0)}
+        if kind == "train":
+            self._held = None, None
         needs_optimizer = kind == "train" or self._scales_loss
         stacked = (
             _stacked([step.weights for step in steps]),
@@ -209,10 +218,17 @@ class Replicas:
             gradients, *others = self._differentiate(values, *rest, epoch)
             return values, gradients, others
 
-        specs = self._weight_specs, self._weight_specs, [_specs(self.initial_state.averages), _LOSS]
-        values, gradients, others = _each(tf.shape(weights)[0], differentiate, specs, STEPS_SIDE_BY_SIDE)
-        new_weights, new_optimizer = self._updated(optimizer, lambda index: _read((values, gradients), index))
-        new_averages, losses = tf.nest.map_structure(lambda array: array.stack(), others)
+        def update(index: tf.Tensor) -> Any:
+            _assign(self._weights, _read(values, index))
+            self.optimizer.assign(_element(optimizer, index))
+            return self._update(_read(gradients, index))
+
+        count, state = tf.shape(weights)[0], self.initial_state
+        specs: Any = self._weight_specs, self._weight_specs, [_specs(state.averages), _LOSS]
+        values, gradients, others = _each(count, differentiate, specs, STEPS_SIDE_BY_SIDE)
+        specs = tf.TensorSpec([self.parameters], tf.float32), _specs(state.optimizer)
+        updates = _each(count, update, specs, 1)  # one after the other, since all use the same variables
+        (new_weights, new_optimizer), (new_averages, losses) = _stack(updates), _stack(others)
         return new_weights, new_averages, new_optimizer, losses
 
     def _gradient_graph(self, stacked: Any, epoch: Any) -> Any:
@@ -226,15 +242,12 @@ class Replicas:
 
         specs = tf.TensorSpec([self.parameters], tf.float32), [_specs(self.initial_state.averages), _LOSS]
         results = _each(tf.shape(weights)[0], differentiate, specs, STEPS_SIDE_BY_SIDE)
-        gradients, (new_averages, losses) = tf.nest.map_structure(lambda array: array.stack(), results)
+        gradients, (new_averages, losses) = _stack(results)
         return gradients, new_averages, {}, losses
 
-    def _apply_graph(self, stacked: Any) -> Any:
-        """Returns the new weights and optimizer's variables of each worker, from its gradient as an array."""
-        weights, optimizer, gradients = stacked
-        return self._updated(
-            optimizer, lambda index: (self._unpacked(weights[index]), self._unpacked(gradients[index]))
-        )
+    def _update_graph(self, stacked: tf.Tensor) -> tuple[tf.Tensor, Any]:
+        """Updates the variables by a gradient as the only row; returns their values."""
+        return self._update(self._unpacked(stacked[0]))
 
     def _differentiate(
         self, values: list[tf.Tensor], averages: Any, optimizer: Any, number: tf.Tensor, part: tf.Tensor, epoch: Any
@@ -261,26 +274,11 @@ class Replicas:
         dense = [tf.convert_to_tensor(gradient) for gradient in gradients]
         return dense, self.averages.packed(new_averages), tf.cast(loss, tf.float32)
 
-    def _updated(self, optimizer: Any, inputs: Callable[[tf.Tensor], tuple[Any, Any]]) -> Any:
-        """Returns the new weights and optimizer's variables of each worker.
-
-        Args:
-            optimizer: the optimizers' variables of the workers.
-            inputs: returns the weights and gradients of a worker, by variable.
-        """
-
-        def update(index: tf.Tensor) -> Any:
-            values, gradients = inputs(index)
-            _assign(self._weights, values)
-            self.optimizer.assign(_element(optimizer, index))
-            with fused.fused(self._model.optimizer):
-                self._model.optimizer.apply(gradients, self._model.trainable_variables)
-            return packed(self._weights), self.optimizer.packed(self.optimizer.variables)
-
-        specs = tf.TensorSpec([self.parameters], tf.float32), _specs(self.initial_state.optimizer)
-        # One after the other, since all updates use the same variables.
-        results = _each(tf.shape(tf.nest.flatten(optimizer)[0])[0], update, specs, 1)
-        return tf.nest.map_structure(lambda array: array.stack(), results)
+    def _update(self, gradients: Any) -> tuple[tf.Tensor, Any]:
+        """Lets the optimizer update the variables; returns their values."""
+        with fused.fused(self._model.optimizer):
+            self._model.optimizer.apply(gradients, self._model.trainable_variables)
+        return packed(self._weights), self.optimizer.packed(self.optimizer.variables)
 
     @property
     def _weight_specs(self) -> list[tf.TensorSpec]:
@@ -326,6 +324,10 @@ def _specs(values: Values) -> dict[str, tf.TensorSpec]:
 
 def _element(stacked: Any, index: tf.Tensor) -> Any:
     return tf.nest.map_structure(lambda array: array[index], stacked)
+
+
+def _stack(arrays: Any) -> Any:
+    return tf.nest.map_structure(lambda array: array.stack(), arrays)
 
 
 def _read(arrays: Any, index: tf.Tensor) -> Any:
