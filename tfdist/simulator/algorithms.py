@@ -13,6 +13,7 @@ the workers of the last two take the next part when they are free, as those of t
 
 from __future__ import annotations
 
+import functools
 import math
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -442,7 +443,7 @@ class CentreServer(Centred):
         if self._rule.pushes_at_end:
             for rank in range(self.cluster.size):
                 self._memories[rank], change = self._rule.final_push(self.weights[rank], self._memories[rank])
-                self.network.send(rank, CENTRE, self._bytes, lambda change=change: self._add(change))
+                self.network.send(rank, CENTRE, self._bytes, functools.partial(self._add, change))
             self.clock.run()
 
     def global_model(self) -> tuple[np.ndarray, State]:

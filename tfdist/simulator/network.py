@@ -77,8 +77,8 @@ class Network:
     def send(self, sender: int, receiver: int, bytes_: float, event: Callable[[], None]) -> None:
         """Sends a message; `event` is called when it has arrived."""
         self.sent_bytes += round(bytes_)
-        path = (sender % self._machines, self._machines + receiver % self._machines)
-        path = (*path, 2 * self._machines) if self._links.switch else path
+        switch = (2 * self._machines,) if self._links.switch else ()
+        path = (sender % self._machines, self._machines + receiver % self._machines, *switch)
         self._new.append(Message(path, sum(self._latencies[link] for link in path), bytes_, event))
         if len(self._new) == 1:  # messages that are sent at the same time are added together
             self._clock.after(0.0, self._add_new)

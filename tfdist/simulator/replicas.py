@@ -213,9 +213,9 @@ class Replicas:
         weights, _, optimizer, *_ = stacked
 
         def differentiate(index: tf.Tensor) -> Any:
-            step_weights, *rest = _element(stacked, index)
+            step_weights, *step = _element(stacked, index)
             values = self._unpacked(step_weights)
-            gradients, *others = self._differentiate(values, *rest, epoch)
+            gradients, *others = self._differentiate(epoch, values, *step)
             return values, gradients, others
 
         def update(index: tf.Tensor) -> Any:
@@ -236,8 +236,8 @@ class Replicas:
         weights, *_ = stacked
 
         def differentiate(index: tf.Tensor) -> Any:
-            step_weights, *rest = _element(stacked, index)
-            gradients, *others = self._differentiate(self._unpacked(step_weights), *rest, epoch)
+            step_weights, *step = _element(stacked, index)
+            gradients, *others = self._differentiate(epoch, self._unpacked(step_weights), *step)
             return packed(gradients), others
 
         specs = tf.TensorSpec([self.parameters], tf.float32), [_specs(self.initial_state.averages), _LOSS]
@@ -250,7 +250,7 @@ class Replicas:
         return self._update(self._unpacked(stacked[0]))
 
     def _differentiate(
-        self, values: list[tf.Tensor], averages: Any, optimizer: Any, number: tf.Tensor, part: tf.Tensor, epoch: Any
+        self, epoch: Any, values: list[tf.Tensor], averages: Any, optimizer: Any, number: tf.Tensor, part: tf.Tensor
     ) -> tuple[list[tf.Tensor], Any, tf.Tensor]:
         """Returns the gradients at the `values` of the weights, the new moving averages, and the loss.
 
