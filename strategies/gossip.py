@@ -17,7 +17,7 @@ from typing import Annotated, Any
 import numpy as np
 from pydantic import Field
 
-from tfdist.errors import UnknownNameError, UsageError
+from tfdist.errors import UnknownNameError
 from tfdist.interface.program import Program, Steps
 from tfdist.interface.traits import Traits
 from tfdist.options import require_owned
@@ -37,8 +37,8 @@ class GossipStrategy(IndependentStrategy):
 
     Args:
         algorithm: "dpsgd", "sgp", "gosgd" or "adpsgd".
-        topology: for `dpsgd` and `adpsgd`: "ring", "grid", "exponential" or "full", or a doubly stochastic matrix, see
-            `tfdist.relaxed.topologies`; default: "ring".
+        topology: for `dpsgd` and `adpsgd`: "ring", "grid", "exponential", "full" or "tree", or a doubly stochastic
+            matrix, see `tfdist.relaxed.topologies`; default: "ring".
         probability: for `gosgd`, the probability that a process sends after a step; default: 0.01.
         engine: the transport of the weights: "sockets", "mpi", or "auto", which is MPI in processes that `mpirun` has
             started, and otherwise sockets.
@@ -67,7 +67,8 @@ class GossipStrategy(IndependentStrategy):
         self.probability = gossip_rules.PROBABILITY if probability is None else probability
         super().__init__(engine=engine, same_settings=self._algorithm_options(), **options)
         self._mixing = topologies.matrix(self.topology, self.world.world_size)
-        self._require_partners()
+        if algorithm == "adpsgd":
+            gossip_rules.require_partners(self._mixing)
 
     def options(self) -> dict[str, Any]:
         return super().options() | self._algorithm_options()
@@ -88,21 +89,6 @@ class GossipStrategy(IndependentStrategy):
     def check(self, model: Any) -> None:
         super().check(model)
         refuse_use_ema(model, "gossip", "use another strategy")
-
-    def _require_partners(self) -> None:
-        """Raises `UsageError` for a topology in which a process of `adpsgd` has no process to average with."""
-        size = self.world.world_size
-        if self.algorithm != "adpsgd" or size == 1:
-            return
-        for rank in range(size):
-            partners = range((rank + 1) % 2, size, 2)
-            if not any(self._mixing[rank, partner] > 0 for partner in partners):
-                kind = "odd" if rank % 2 == 0 else "even"
-                raise UsageError(
-                    f"In `topology` rank {rank} has no neighbour whose rank is {kind}, and `adpsgd` averages an even "
-                    "rank with an odd one",
-                    "connect even ranks with odd ones, as `ring` does",
-                )
 
     def _algorithm_options(self) -> dict[str, Any]:
         topology = self.topology if isinstance(self.topology, str) else np.asarray(self.topology).tolist()

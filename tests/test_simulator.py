@@ -17,6 +17,7 @@ from tfdist.errors import UsageError
 from tfdist.relaxed.centre_rules import MOMENTUM, Eamsgd, Easgd, run_one_worker
 from tfdist.simulator import __main__ as simulator
 from tfdist.simulator import algorithms, clock, lines, matrix, simulation
+from tfdist.simulator.links import Links
 from tfdist.simulator.replicas import Replicas
 from tfdist.simulator.simulation import NAMES, Settings
 
@@ -25,6 +26,9 @@ LINK = Link(latency_seconds=1e-3, bytes_per_second=1e6)
 BATCH = 8
 X = np.random.default_rng(0).normal(size=(30, 4)).astype("float32")  # with a last batch of 6
 Y = (X.sum(1, keepdims=True) + 0.1 * X[:, :1] ** 2).astype("float32")
+
+
+SLACKS = {"ssp": {"slack": 1}, "asp": {}}
 
 
 def made(optimizer=None):
@@ -40,7 +44,7 @@ def replicas(size, optimizer=None):
 
 
 def settings(algorithm, *speeds, **options):
-    return Settings(algorithm, speeds, 0.01, LINK, **options)
+    return Settings(algorithm, speeds, 0.01, Links.of(len(speeds), LINK), **options)
 
 
 def trained(algorithm, *speeds, epochs=2, optimizer=None, **options):
@@ -73,6 +77,7 @@ def test_the_command_knows_the_algorithms():
 
 
 # A worker alone does not end where one device does: the rule goes on from the mean, or a centre follows the worker.
+CENTRED = ("asp", "ssp", "downpour", "aeasgd", "eamsgd")
 ELSEWHERE = ("slowmo", "diloco", "easgd", "aeasgd", "eamsgd")
 
 
@@ -103,7 +108,7 @@ def test_the_same_seed_gives_the_same_run_bit_by_bit(name):
     ):
         np.testing.assert_array_equal(mine, theirs)
     assert (one.clock.now, one.sent_bytes, one.staleness) == (other.clock.now, other.sent_bytes, other.staleness)
-    assert one.done == [8, 8, 8]
+    assert sum(one.done) == 24 and (name in CENTRED or one.done == [8, 8, 8])
 
 
 @pytest.mark.parametrize(("name", "rule"), [("aeasgd", Easgd(3, 0.9)), ("eamsgd", Eamsgd(3, 0.9, MOMENTUM))])
@@ -113,7 +118,8 @@ def test_one_worker_and_the_centre_move_as_published(name, rule):
     steps, rest = iter(range(8)), [worker.initial_state]
 
     def step(weights):
-        new, rest[0] = worker.train(0, next(steps), np.asarray(weights, np.float32), rest[0])
+        begun = worker.begin("train", 0, next(steps), np.asarray(weights, np.float32), rest[0])
+        new, rest[0] = worker.result(begun)
         return new
 
     _, centres = run_one_worker(rule, step, 8, worker.initial_weights)
@@ -130,26 +136,89 @@ def test_what_workers_exchange_with_a_centre_passes_its_link_one_after_the_other
     assert found.clock.now > 8 * 0.01
 
 
-def test_who_waits_takes_the_time_of_the_slowest_and_who_does_not_goes_on():
-    """A fast worker of `asp` is done before a slow one; updates between its reads and its own are its staleness."""
-    seconds = {name: trained(name, 1.0, 0.25).clock.now for name in ("bsp", "asp", "ssp")}
-    slowest = 8 * 0.01 / 0.25
-    assert all(found > slowest for found in seconds.values())
-    assert seconds["asp"] <= seconds["ssp"] <= seconds["bsp"]
-    assert max(trained("asp", 1.0, 0.1).staleness) > max(trained("ssp", 1.0, 0.1, slack=1).staleness)
+def test_workers_of_a_centre_that_do_not_wait_are_faster_than_those_that_do():
+    """With speeds of 1, 1, 1 and 0.25, `bsp` takes the steps of the slowest, and `asp` those of 3.25 workers."""
+    links, speeds = Links.of(4, Link(0.0, 1e15)), (1.0, 1.0, 1.0, 0.25)
+    seconds, done = {}, {}
+    for name in ("bsp", *CENTRED):
+        found = simulation.make_algorithm(replicas(4), Settings(name, speeds, 0.01, links))
+        found.run(found.replicas.steps_per_epoch * 3)
+        seconds[name], done[name] = found.clock.now, found.done
+    assert seconds["bsp"] == pytest.approx(12 * 0.04)
+    assert seconds["ssp"] < seconds["bsp"] / 2
+    for name in set(CENTRED) - {"ssp"}:  # 48 parts: 45 are done after 0.14 s, and the slow worker has begun its fourth
+        assert seconds[name] == pytest.approx(0.16) and done[name][3] == 4, name
 
 
-def test_a_worker_is_at_most_the_slack_ahead_of_the_slowest(monkeypatch):
+def test_adpsgd_averages_at_each_iteration_of_an_active_worker():
+    found = trained("adpsgd", 1.0, 0.7, 0.4, 1.0, epochs=3)
+    assert found.sent_bytes == 2 * (2 * 12) * found.replicas.initial_weights.nbytes  # there and back
+
+
+def test_adpsgd_is_the_published_algorithm():
+    """Algorithm 1 of Lian et al.: x <- x W - rate g(x), for an active worker and a passive one of the same speed."""
+    steps, fast = replicas(2), Links.of(2, Link(1e-4, 1e9))
+    found = simulation.make_algorithm(steps, Settings("adpsgd", (1.0, 1.0), 0.01, fast))
+    found.run(8)
+    weights, states = [steps.initial_weights] * 2, [steps.initial_state] * 2
+    for number in range(8):
+        begun = [steps.begin("train", rank, number, weights[rank], states[rank]) for rank in range(2)]
+        trained_, states = zip(*map(steps.result, begun), strict=True)
+        middle = (weights[0] + weights[1]) / 2
+        weights = [middle + (new - old) for new, old in zip(trained_, weights, strict=True)]
+    for rank in range(2):
+        np.testing.assert_allclose(found.weights[rank], weights[rank], rtol=1e-5, atol=1e-6)
+
+
+def test_adpsgd_refuses_a_graph_in_which_a_worker_has_no_partner():
+    with pytest.raises(UsageError, match="rank 3 has no neighbour whose rank is even"):
+        trained("adpsgd", *[1.0] * 7, topology="tree")
+
+
+def test_losses_of_layers_and_regularizers_count():
+    class Penalty(keras.layers.Layer):
+        def call(self, x):
+            self.add_loss(0.1 * keras.ops.mean(keras.ops.square(x)))
+            return x
+
+    def penalized():
+        keras.utils.set_random_seed(1)
+        dense = keras.layers.Dense(5, kernel_regularizer=keras.regularizers.L2(0.1))
+        normalized = keras.layers.BatchNormalization(momentum=0.5)
+        model = keras.Sequential([keras.Input((4,)), dense, Penalty(), normalized, keras.layers.Dense(1)])
+        model.compile(keras.optimizers.Adam(0.05), "mse")
+        model.optimizer.build(model.trainable_variables)
+        return model
+
+    alone, model = penalized(), penalized()
+    feed = adapters.make(adapters.request(X, Y, batch_size=BATCH, shuffle=False), 0)
+    found = simulation.make_algorithm(Replicas(model, feed, 1), settings("average", 1.0))
+    found.run(4)
+    for begin in range(0, len(X), BATCH):
+        alone.train_on_batch(X[begin : begin + BATCH], Y[begin : begin + BATCH])
+    weights, state = found.global_model()
+    np.testing.assert_allclose(weights, flat([v.numpy() for v in alone.trainable_variables]), rtol=1e-4, atol=1e-5)
+    moving = flat([variable.numpy() for variable in alone.non_trainable_variables if "moving" in variable.path])
+    np.testing.assert_allclose(state.averages["float32"], moving, rtol=1e-4, atol=1e-5)
+
+
+def test_the_staleness_of_ssp_has_the_bound_of_parameter_server():
+    stale = {name: max(trained(name, 1.0, 0.1, 0.1, **options).staleness) for name, options in SLACKS.items()}
+    assert stale["ssp"] <= (2 * 1 + 1) * (3 - 1) and stale["asp"] >= 4
+
+
+def test_a_clock_is_at_most_the_slack_ahead_of_the_slowest(monkeypatch):
     ahead = []
-    compute = algorithms.ParameterServer._compute
+    end = algorithms.Centred._end_part
 
-    def recorded(self, rank):
-        ahead.append(self.done[rank] - min(self.done))
-        compute(self, rank)
+    def recorded(self, clock):
+        end(self, clock)
+        done = [clock.done for clock in self._clocks]
+        ahead.append(max(done) - min(done))
 
-    monkeypatch.setattr(algorithms.ParameterServer, "_compute", recorded)
-    trained("ssp", 1.0, 0.1, 0.1, slack=2)
-    assert max(ahead) == 2
+    monkeypatch.setattr(algorithms.Centred, "_end_part", recorded)
+    trained("ssp", 1.0, 1.0, 0.01, slack=2)
+    assert max(ahead) == 3  # the last step was begun when its clock was 2 ahead
 
 
 def test_a_ring_sends_what_rings_send_and_slower_links_take_longer():
@@ -213,6 +282,10 @@ def test_the_command_prints_a_line_for_each_epoch_and_writes_them(tmp_path):
         (["asp", "--speeds", "1,1,1", "--workers", "2"], "there are 2 workers"),
         (["asp", "--bandwidth", "fast"], "`--bandwidth` is `fast`"),
         (["dpsgd", "--topology", "star"], "Unknown topology `star`"),
+        (["asp", "--speeds", "3"], "`--speeds` is `3`, one speed for 4 workers"),
+        (["asp", "--link", "4=1Gbit"], "`--link` is `4=1Gbit`, and `4` is no link of 4 workers"),
+        (["asp", "--link", "0.up=quick"], "`quick` is no rate"),
+        (["dpsgd", "--link", "centre=1Gbit"], "`dpsgd` has no centre"),
     ],
 )
 def test_what_cannot_be_simulated_is_told_in_a_sentence(arguments, told):
@@ -269,7 +342,7 @@ def test_a_study_of_another_machine_or_rate_is_run_anew(tmp_path):
     one = one.replace("workers = [1, 2]", "workers = [2]").replace("epochs = 1", "epochs = 1\nlearning_rate = 0.01")
     divided = one.replace('label = "ASP"', 'label = "ASP"\ndivide_rate = true')
     results = tmp_path / "found" / "results.json"
-    for number, text in enumerate((one, "speeds = [1.0, 0.5]\n" + one, divided, divided)):
+    for number, text in enumerate((one, "speeds = [1.0, 0.25]\n" + one, divided, divided)):
         (tmp_path / "study.toml").write_text(text)
         done = CliRunner().invoke(simulator.command, [str(tmp_path / "study.toml"), "--out", str(results.parent)])
         assert done.exit_code == 0, done.output
@@ -296,4 +369,18 @@ def test_a_study_that_says_what_cannot_be_is_refused_in_a_sentence(tmp_path, cha
 
 def test_the_studies_of_the_repository_can_be_read():
     found = matrix.read(ROOT / "studies" / "synchronous_or_not.toml")
-    assert len(found.algorithms) >= 11 and found.workers == [4, 8, 16, 24] and found.seeds == 3
+    assert len(found.algorithms) >= 11 and found.workers == [4, 24] and found.seeds == 1
+
+
+def test_an_accuracy_that_may_be_chance_is_called_so():
+    labels = np.arange(400) % 4
+    test = adapters.make(adapters.request(np.zeros((400, 2), "float32"), labels, batch_size=BATCH, shuffle=False), 0)
+    chance = simulation.chance_of(test)
+    assert chance == pytest.approx(0.25 + 2 * np.sqrt(0.25 * 0.75 / 400))
+    assert [matrix.shown(accuracy, chance, ".3f") for accuracy in (0.25, 0.29, 0.31, None)] == [
+        "0.250 (chance)",
+        "0.290 (chance)",
+        "0.310",
+        "",
+    ]
+    assert simulation.chance_of(tf.data.Dataset.from_tensor_slices((X, Y))) is None

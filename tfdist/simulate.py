@@ -16,7 +16,8 @@ from tfdist.data.tools import for_model
 from tfdist.errors import UsageError
 from tfdist.options import require_owned
 from tfdist.relaxed import gossip_rules
-from tfdist.simulator.matrix import ALGORITHMS
+from tfdist.simulator import links, matrix
+from tfdist.simulator.matrix import ALGORITHMS, CENTRED
 
 if TYPE_CHECKING:
     from tfdist.simulator.simulation import EpochResult
@@ -46,7 +47,7 @@ _output = terminal.options_of("Output")
 @_training("--optimizer", metavar="NAME", help="by default the model's usual optimizer")
 @_training("--learning-rate", type=float, help="by default the usual value for the model")
 @_training("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="seed of all random numbers")
-@_workers("--speeds", metavar="1,1,0.25", help="relative speeds of the workers, repeated in turn; default: 1")
+@_workers("--speeds", metavar="1,1,0.25", help="relative speeds of the workers, repeated in turn; by default all 1")
 @_workers(
     "--step-seconds",
     type=click.FloatRange(min=0, min_open=True),
@@ -55,11 +56,19 @@ _output = terminal.options_of("Output")
     metavar="S",
     help="simulated seconds per step of a worker of speed 1",
 )
-@_workers("--bandwidth", default="10Gbit", show_default=True, metavar="RATE", help="bandwidth between two workers")
-@_workers("--latency", default="50us", show_default=True, metavar="TIME", help="latency of a message")
+@_workers("--bandwidth", default="10Gbit", show_default=True, metavar="RATE", help="of each up- and downlink")
+@_workers("--latency", default="50us", show_default=True, metavar="TIME", help="of a message between two machines")
+@_workers(
+    "--link",
+    "link_settings",
+    multiple=True,
+    metavar="[WHERE=]RATE[,TIME]",
+    help="bandwidth and latency of some links; WHERE is `workers`, a rank or `centre`, with `.up` or `.down` for one "
+    "direction, or `switch`; repeatable",
+)
 @_algorithm("--sync-every", type=click.IntRange(min=1), metavar="N", help="average to eamsgd: steps between exchanges")
 @_algorithm("--slack", type=click.IntRange(min=0), metavar="N", help="ssp: steps ahead of the slowest; default: 3")
-@_algorithm("--topology", metavar="NAME", help="dpsgd, adpsgd: ring, grid, exponential, full; default: ring")
+@_algorithm("--topology", metavar="NAME", help="dpsgd, adpsgd: ring, grid, exponential, full, tree; default: ring")
 @_algorithm(
     "--probability",
     type=click.FloatRange(0, 1),
@@ -75,6 +84,7 @@ def command(
     speeds: str | None,
     bandwidth: str,
     latency: str,
+    link_settings: tuple[str, ...],
     data_option: tuple[str, ...],
     model_option: tuple[str, ...],
     out: Path | None,
@@ -88,8 +98,11 @@ def command(
         if (value := options.pop(name)) is not None
     }
     require_owned([f"--{name.replace('_', '-')}" for name in rule_options], OPTIONS, algorithm, "--algorithm")
-    link, worker_speeds = link_of(bandwidth, latency, "--bandwidth"), _speeds(speeds, workers)
-    assert link is not None  # both have defaults
+    worker_speeds = _speeds(speeds, workers)
+    every = link_of(bandwidth, latency, "--bandwidth")
+    assert every is not None  # both have defaults
+    worker_links = links.Links.of(workers, every, link_settings)
+    links.require_centre(link_settings, algorithm, CENTRED)
     if batch_size < workers:
         raise UsageError(
             f"`--batch-size` is {batch_size}, and `--workers` is {workers}", "use at least one example per worker"
@@ -99,7 +112,7 @@ def command(
     from tfdist.simulator import simulation
 
     settings = simulation.Settings(
-        algorithm, worker_speeds, options.pop("step_seconds"), link, options["seed"], **rule_options
+        algorithm, worker_speeds, options.pop("step_seconds"), worker_links, options["seed"], **rule_options
     )
     data_options = registry.parse_options(data_option, "--data-option")
     model_options = registry.parse_options(model_option, "--model-option")
@@ -115,7 +128,7 @@ def command(
     )
     results = []
     with terminal.guarded_stdout(needed=True):
-        click.echo("epoch   seconds      loss  test accuracy  disagreement  staleness  sent MiB")
+        click.echo("epoch   seconds      loss    test accuracy  disagreement  staleness  sent MiB")
         for result in simulation.epochs(steps, settings, epochs, test):
             results.append(dataclasses.asdict(result))
             click.echo(_row(result))
@@ -125,9 +138,9 @@ def command(
 
 
 def _row(result: EpochResult) -> str:
-    accuracy = "" if (value := result.metrics.get("accuracy")) is None else f"{value:.4f}"
+    accuracy = matrix.shown(result.metrics.get("accuracy"), result.chance, ".4f")
     staleness = "" if result.staleness is None else f"{result.staleness:.2f}"
-    first = f"{result.epoch:>5}{result.seconds:>10.2f}{result.loss:>10.4f}{accuracy:>15}"
+    first = f"{result.epoch:>5}{result.seconds:>10.2f}{result.loss:>10.4f}{accuracy:>17}"
     return first + f"{result.disagreement:>14.4g}{staleness:>11}{result.sent_bytes / 2**20:>10,.1f}"
 
 
@@ -140,6 +153,13 @@ def _speeds(text: str | None, workers: int) -> tuple[float, ...]:
         raise UsageError(
             f"`--speeds` is `{text}`, and there are {workers} workers",
             "use numbers above 0, at most one per worker; they are repeated in turn",
+        )
+    if len(speeds) == 1 < workers and text is not None:
+        several = ",".join([text, *["1"] * (min(workers, 4) - 1)])
+        raise UsageError(
+            f"`--speeds` is `{text}`, one speed for {workers} workers, and speeds are relative to each other",
+            f"write the speed of each worker, such as `--speeds {several}` (fewer speeds than workers are repeated in "
+            "turn); `--step-seconds` is for all workers",
         )
     return tuple(speeds[rank % len(speeds)] for rank in range(workers))
 

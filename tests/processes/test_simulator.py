@@ -10,6 +10,7 @@ import keras, numpy as np, tfdist
 from tfdist.advisor.costs import Link
 from tfdist.data.input import adapters
 from tfdist.simulator import simulation
+from tfdist.simulator.links import Links
 from tfdist.simulator.replicas import Replicas
 from tfdist.simulator.simulation import Settings
 
@@ -41,8 +42,8 @@ for name, options, algorithm, own in CASES:
         model = made()
     strategy.fit(model, x, y, batch_size=12, epochs=2, verbose=0)
     feed = adapters.make(adapters.request(x, y, batch_size=12, shuffle=True), strategy.seed)
-    steps = Replicas(made(), feed, 2)
-    simulated = simulation.make_algorithm(steps, Settings(algorithm, (1.0, 0.4), 0.01, Link(1e-3, 1e6), **own))
+    steps, links = Replicas(made(), feed, 2), Links.of(2, Link(1e-3, 1e6))
+    simulated = simulation.make_algorithm(steps, Settings(algorithm, (1.0, 0.4), 0.01, links, **own))
     for _ in range(2):
         simulated.run(steps.steps_per_epoch)
     weights, _ = simulated.global_model()

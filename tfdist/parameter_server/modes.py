@@ -229,7 +229,7 @@ class Clock:
     steps: int = 0
 
 
-def next_clock(clocks: Sequence[Clock], steps: int, slack: int) -> Clock | None:
+def next_clock(clocks: Sequence[Clock], steps: int, slack: float) -> Clock | None:
     """Returns the clock that takes the next `steps`; `None` if all are busy or it would get more than `slack` ahead."""
     idle = [clock for clock in clocks if clock.running is None]
     slowest = min(clock.done for clock in clocks)

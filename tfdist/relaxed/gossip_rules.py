@@ -31,6 +31,7 @@ from typing import ClassVar
 
 import numpy as np
 
+from tfdist.errors import UsageError
 from tfdist.relaxed import topologies
 
 # The receiver and the content of each message.
@@ -247,7 +248,10 @@ class AdPsgd(Machine):
             else:
                 sent = weights
                 replies.append((other, sent))
-            weights = weights + (message - sent) / 2
+            moved = message - sent
+            moved /= 2  # in place, since copies take longer than the sums
+            moved += weights
+            weights = moved
         return weights, replies
 
 
@@ -265,3 +269,16 @@ def machine(algorithm: str, rank: int, mixing: np.ndarray, probability: float, s
     if algorithm == "gosgd":
         return GoSgd(rank, len(mixing), probability, seed)
     return AdPsgd(rank, mixing, seed)
+
+
+def require_partners(mixing: np.ndarray) -> None:
+    """Raises `UsageError` for a matrix in which a process of `adpsgd` has no process to average with."""
+    size = len(mixing)
+    for rank in range(size if size > 1 else 0):
+        if not any(mixing[rank, partner] > 0 for partner in range((rank + 1) % 2, size, 2)):
+            kind = "odd" if rank % 2 == 0 else "even"
+            raise UsageError(
+                f"In `topology` rank {rank} has no neighbour whose rank is {kind}, and `adpsgd` averages an even "
+                "rank with an odd one",
+                "connect even ranks with odd ones, as `ring` does",
+            )

@@ -4,11 +4,14 @@
     grid             the four neighbours on a torus whose sides are as equal as possible
     exponential      the processes 1, 2, 4, ... positions ahead and behind
     full             all processes
+    tree             the parent and the two children in a binary tree: those of i are 2i + 1 and 2i + 2
     a matrix         `[n, n]`; row i has the weights with which process i averages
 
 Process i averages by row i of the mixing matrix W: x_i becomes the sum of W_ij x_j. W is doubly stochastic: its rows
-and columns sum to one, so that the mean over the processes does not change. In a named topology a process gives itself
-and each neighbour the same weight.
+and columns sum to one, so that the mean over the processes does not change. In a named topology a process gives each
+neighbour the weight 1 / (1 + the larger number of neighbours of the two), and itself the rest; if all processes have as
+many neighbours, all of these weights are the same (Metropolis weights: Xiao and Boyd, Fast linear iterations for
+distributed averaging, Systems & Control Letters 53, 2004).
 
 Source: Lian et al., Can decentralized algorithms outperform centralized algorithms?, arXiv 1705.09056.
 
@@ -27,7 +30,7 @@ import numpy as np
 
 from tfdist.errors import UnknownNameError, UsageError
 
-NAMES = ("ring", "grid", "exponential", "full")
+NAMES = ("ring", "grid", "exponential", "full", "tree")
 ROUNDING = 1e-6  # in sums of decimal numbers that a user has written
 
 
@@ -42,16 +45,21 @@ def matrix(topology: str | Sequence[Sequence[float]] | np.ndarray, size: int) ->
         return _checked(topology, size)
     if topology not in NAMES:
         raise UnknownNameError("topology", topology, NAMES)
-    mixing = np.eye(size)
+    others = [neighbours(topology, rank, size) for rank in range(size)]
+    mixing = np.zeros((size, size))
     for rank in range(size):
-        mixing[rank, neighbours(topology, rank, size)] = 1
-    return mixing / mixing.sum(axis=1, keepdims=True)
+        for other in others[rank]:
+            mixing[rank, other] = 1 / (1 + max(len(others[rank]), len(others[other])))
+        mixing[rank, rank] = 1 - mixing[rank].sum()
+    return mixing
 
 
 def neighbours(topology: str, rank: int, size: int) -> list[int]:
     """The other processes that process `rank` averages with in a named topology."""
     if topology == "full":
         others = set(range(size))
+    elif topology == "tree":
+        others = {(rank - 1) // 2, 2 * rank + 1, 2 * rank + 2} & set(range(size))
     elif topology == "grid":
         columns = next(width for width in range(int(size**0.5), 0, -1) if size % width == 0)
         row, column = divmod(rank, columns)

@@ -1,30 +1,34 @@
 """Training algorithms in simulated time: who exchanges what with whom, and who waits.
 
-    Gossip             the state machines of `tfdist.relaxed.gossip_rules`, as the strategy `gossip` drives them
+    Synchronous        each update has the gradients of all workers, added by a centre or by an all-reduce
     LocalSgd           an outer rule of `tfdist.relaxed.outer_rules`, as the strategy `local_sgd` applies it
-    ParameterServer    workers fetch weights from a server and push gradients, asynchronously, with bounded staleness,
-                       or synchronously; or an all-reduce adds their gradients
-    CentreServer       workers keep their own weights and exchange with a centre on a server, by a rule of
+    Gossip             the state machines of `tfdist.relaxed.gossip_rules`, as the strategy `gossip` drives them
+    ParameterServer    workers fetch weights from a centre, and push gradients, which the centre applies one by one
+    CentreServer       workers keep their own weights and exchange with a centre, by a rule of
                        `tfdist.relaxed.centre_rules`
 
-Worker i takes `seconds / speed_i` per step. A message takes the latency of the link plus its size over the bandwidth.
-The link of a server carries one message at a time.
+Worker i takes `seconds / speed_i` per step. In the first three, a worker computes the same part of each global batch;
+the workers of the last two take the next part when they are free, as those of the strategy `parameter_server` do.
 """
 
 from __future__ import annotations
 
+import functools
+import math
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
-import tensorflow as tf
 
-from tfdist.advisor.costs import Link
+from tfdist.parameter_server import modes
 from tfdist.relaxed import centre_rules, outer_rules
 from tfdist.relaxed.gossip_rules import Machine, Messages
 from tfdist.simulator.clock import Clock
-from tfdist.simulator.replicas import Replicas, State
+from tfdist.simulator.links import CENTRE, Links
+from tfdist.simulator.network import Network
+from tfdist.simulator.replicas import Replicas
+from tfdist.simulator.state import State, mean, with_mean_averages, with_mean_slots
 
 
 @dataclass
@@ -33,50 +37,55 @@ class Cluster:
 
     Attributes:
         step_seconds: seconds per step of each worker.
-        link: the link between any two machines.
+        links: the links of the workers and of a centre.
         clock: the simulated time.
+        network: carries the messages.
     """
 
     step_seconds: Sequence[float]
-    link: Link
+    links: Links
     clock: Clock = field(default_factory=Clock)
+    network: Network = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.network = Network(self.clock, self.links)
 
     @property
     def size(self) -> int:
         """The number of workers."""
         return len(self.step_seconds)
 
-    def send_seconds(self, bytes_: float) -> float:
-        """Returns the seconds that a message of this size takes."""
-        return self.link.latency_seconds + bytes_ / self.link.bytes_per_second
-
 
 class Algorithm:
-    """Trains all workers for a number of steps each.
+    """Trains all workers for a number of global batches.
 
     Args:
-        cluster: the machines; a server is an additional machine.
+        cluster: the machines.
         replicas: the training steps of the workers.
 
     Attributes:
         weights: the weights of each worker.
-        states: the state of each worker, see `tfdist.simulator.replicas`.
+        states: the state of each worker.
         done: the number of steps that each worker has taken.
-        sent_bytes: the size of all messages so far.
-        staleness: of each update by a server, the number of other updates since its weights were read.
+        staleness: of each update by a centre, the number of other updates since its weights were read.
     """
 
     def __init__(self, cluster: Cluster, replicas: Replicas):
-        self.cluster, self.replicas, self.clock = cluster, replicas, cluster.clock
+        self.cluster, self.replicas = cluster, replicas
+        self.clock, self.network = cluster.clock, cluster.network
         self.weights = [replicas.initial_weights for _ in range(cluster.size)]
-        self.states: list[State] = [list(replicas.initial_state) for _ in range(cluster.size)]
+        self.states: list[State] = [replicas.initial_state for _ in range(cluster.size)]
         self.done = [0] * cluster.size
-        self.sent_bytes = 0
         self.staleness: list[int] = []
         self._last_step = 0
 
+    @property
+    def sent_bytes(self) -> int:
+        """The size of all messages so far."""
+        return self.network.sent_bytes
+
     def run(self, steps: int) -> None:
-        """Lets every worker take `steps` further steps, and returns when all messages are delivered."""
+        """Trains on `steps` further global batches, and returns when all messages have arrived."""
         self._last_step += steps
         for rank in range(self.cluster.size):
             self._begin(rank)
@@ -97,42 +106,124 @@ class Algorithm:
         """Lets worker `rank` begin its next step, if any is left."""
         raise NotImplementedError
 
+    def _train(self, rank: int, after: Callable[[np.ndarray], None]) -> None:
+        """Lets a worker take the next step on its own part of the data; passes the new weights to `after`."""
+        step = self.replicas.begin("train", rank, self.done[rank], self.weights[rank], self.states[rank])
+
+        def finish() -> None:
+            weights, self.states[rank] = self.replicas.result(step)
+            self.done[rank] += 1
+            after(weights)
+
+        self._after_step(rank, finish)
+
     def _after_step(self, rank: int, event: Callable[[], None]) -> None:
         self.clock.after(self.cluster.step_seconds[rank], event)
 
-    def _train(self, rank: int) -> None:
-        self.weights[rank], self.states[rank] = self.replicas.train(
-            rank, self.done[rank], self.weights[rank], self.states[rank]
-        )
-        self.done[rank] += 1
+
+class Synchronous(Algorithm):
+    """Workers whose gradients are added at each step, and who all have the same weights.
+
+    Args:
+        cluster: the machines.
+        replicas: the training steps of the workers.
+        ring: an all-reduce over a ring adds the gradients; otherwise a centre does, from which the workers fetch the
+            weights.
+    """
+
+    def __init__(self, cluster: Cluster, replicas: Replicas, *, ring: bool = False):
+        super().__init__(cluster, replicas)
+        self._ring = ring
+        self._gradients: dict[int, tuple[np.ndarray, State]] = {}
+
+    def global_model(self) -> tuple[np.ndarray, State]:
+        return self.weights[0], self.states[0]
+
+    def _begin(self, rank: int) -> None:
+        if self.done[rank] >= self._last_step:
+            return
+        if self._ring:
+            self._compute(rank)
+        else:
+            self.network.send(CENTRE, rank, self.weights[rank].nbytes, lambda: self._compute(rank))
+
+    def _compute(self, rank: int) -> None:
+        step = self.replicas.begin("gradient", rank, self.done[rank], self.weights[rank], self.states[rank])
+
+        def push() -> None:
+            gradient, state = self.replicas.result(step)
+            if self._ring:
+                self._receive(rank, gradient, state)
+            else:
+                self.network.send(rank, CENTRE, gradient.nbytes, lambda: self._receive(rank, gradient, state))
+
+        self._after_step(rank, push)
+
+    def _receive(self, rank: int, gradient: np.ndarray, state: State) -> None:
+        self._gradients[rank] = gradient, state
+        if len(self._gradients) < self.cluster.size:
+            return
+        if self._ring:
+            self.network.all_reduce(gradient.nbytes, self._update)
+        else:
+            self._update()
+
+    def _update(self) -> None:
+        ranks = range(self.cluster.size)
+        counts = [self.replicas.examples(rank, self.done[rank]) for rank in ranks]
+        gradients, states = zip(*(self._gradients.pop(rank) for rank in ranks), strict=True)
+        gradient = mean(gradients, [count / sum(counts) for count in counts])
+        state = with_mean_averages(self.states[0], states)
+        weights, state = self.replicas.apply(self.weights[0], state, gradient)
+        self.staleness.append(0)
+        self.weights, self.states = [weights for _ in ranks], [state for _ in ranks]
+        self.done = [done + 1 for done in self.done]
+        for rank in ranks:
+            self._begin(rank)
 
 
 class Gossip(Algorithm):
-    """Workers that exchange weights as their state machines decide."""
+    """Workers that exchange weights as their state machines decide.
 
-    def __init__(self, cluster: Cluster, replicas: Replicas, machines: Sequence[Machine]):
+    Args:
+        cluster: the machines.
+        replicas: the training steps of the workers.
+        machines: the state machine of each worker.
+        during_steps: a worker receives messages and replies to them while it computes a step, whose change it adds
+            afterwards, and it ends a step when the replies to it have arrived; otherwise it reads messages between its
+            steps.
+    """
+
+    def __init__(
+        self, cluster: Cluster, replicas: Replicas, machines: Sequence[Machine], *, during_steps: bool = False
+    ):
         super().__init__(cluster, replicas)
-        self._machines = machines
+        self._machines, self._during_steps = machines, during_steps
         self._waits = machines[0].waits
         self._inboxes: list[dict[int, deque[np.ndarray]]] = [{} for _ in machines]
         self._waiting = [False] * cluster.size
 
     def global_model(self) -> tuple[np.ndarray, State]:
-        masses = np.array([machine.mass for machine in self._machines])
-        mean = np.average(self.weights, axis=0, weights=masses).astype(np.float32)
-        return mean, self.replicas.with_averages(self.states[0], self.states)
+        masses = [machine.mass for machine in self._machines]
+        weights = mean(self.weights, [mass / sum(masses) for mass in masses])
+        return weights, with_mean_averages(self.states[0], self.states)
 
     def _begin(self, rank: int) -> None:
         if self.done[rank] < self._last_step:
+            before = self.weights[rank]
             if not self._waits:
-                self._send(rank, self._machines[rank].begin(self.weights[rank]))
-            self._after_step(rank, lambda: self._finish_step(rank))
+                self._send(rank, self._machines[rank].begin(before))
+            self._train(rank, lambda trained: self._finish_step(rank, before, trained))
 
-    def _finish_step(self, rank: int) -> None:
-        machine, old_weights = self._machines[rank], self.weights[rank]
-        self._train(rank)
+    def _finish_step(self, rank: int, before: np.ndarray, trained: np.ndarray) -> None:
+        machine, exchanged = self._machines[rank], self.weights[rank]
+        if exchanged is before:
+            self.weights[rank] = trained
+        else:
+            self.weights[rank] = trained - before
+            self.weights[rank] += exchanged  # in place, since a copy takes as long as the sum
         if self._waits:
-            self._send(rank, machine.begin(old_weights))
+            self._send(rank, machine.begin(before))
         self._send(rank, machine.stepped(self.weights[rank]))
         self._waiting[rank] = True
         self._receive(rank)
@@ -148,20 +239,19 @@ class Gossip(Algorithm):
                 machine.receive(peer, inbox[peer].popleft())
         self.weights[rank], sends = machine.finish(self.weights[rank])
         self._send(rank, sends)
-        if self._waiting[rank]:
+        if self._waiting[rank] and not (self._during_steps and machine.awaits_reply):
             self._waiting[rank] = False
             self._begin(rank)
 
     def _send(self, rank: int, messages: Messages) -> None:
         for receiver, message in messages:
-            self.sent_bytes += message.nbytes
-            self.clock.after(self.cluster.send_seconds(message.nbytes), self._arrival(receiver, rank, message))
+            self.network.send(rank, receiver, message.nbytes, self._arrival(receiver, rank, message))
 
     def _arrival(self, receiver: int, sender: int, message: np.ndarray) -> Callable[[], None]:
         def arrive() -> None:
             self._inboxes[receiver].setdefault(sender, deque()).append(message)
-            # A worker reads messages between its steps, or at once if it waits or has no more steps to take.
-            if self._waiting[receiver] or (not self._waits and self.done[receiver] >= self._last_step):
+            idle = not self._waits and self.done[receiver] >= self._last_step
+            if self._waiting[receiver] or self._during_steps or idle:
                 self._receive(receiver)
 
         return arrive
@@ -198,43 +288,42 @@ class LocalSgd(Algorithm):
         self._arrived: set[int] = set()
 
     def global_model(self) -> tuple[np.ndarray, State]:
-        return self._global_weights, self.replicas.with_averages(self.states[0], self.states)
+        return self._global_weights, with_mean_averages(self.states[0], self.states)
 
     def _begin(self, rank: int) -> None:
         if self.done[rank] < self._last_step:
-            self._after_step(rank, lambda: self._finish_step(rank))
+            self._examples[rank] += self.replicas.examples(rank, self.done[rank])
+            self._train(rank, lambda trained: self._finish_step(rank, trained))
 
-    def _finish_step(self, rank: int) -> None:
-        self._examples[rank] += self.replicas.examples(rank, self.done[rank])
-        self._train(rank)
+    def _finish_step(self, rank: int, trained: np.ndarray) -> None:
+        self.weights[rank] = trained
         step_of_epoch = self.done[rank] % self.replicas.steps_per_epoch
         if step_of_epoch and step_of_epoch % self._sync_every:
             self._begin(rank)
             return
         self._arrived.add(rank)
         if len(self._arrived) == self.cluster.size:
-            slots = sum(self.states[0][index].shape.num_elements() for index in self.replicas.slots)
-            numbers = self.replicas.parameters + (slots if self._averages_slots else 0)
-            bytes_, size = 4 * numbers, self.cluster.size
-            self.sent_bytes += 2 * (size - 1) * bytes_  # by all processes of a ring together
-            self.clock.after(self.cluster.link.all_reduce_seconds(bytes_, size), self._synchronize)
+            replicas = self.replicas
+            slots = (*replicas.averages.slots.values(), *replicas.optimizer.slots.values())
+            numbers = replicas.parameters + (sum(int(slot.sum()) for slot in slots) if self._averages_slots else 0)
+            self.network.all_reduce(4 * numbers, self._synchronize)
 
     def _synchronize(self) -> None:
         self._arrived = set()
-        shares = np.array(self._examples, np.float64) / sum(self._examples)
+        shares = [examples / sum(self._examples) for examples in self._examples]
         self._examples = [0] * self.cluster.size
         if self._rule is None:
-            mean, size = np.mean(self.weights, axis=0), self.cluster.size
+            workers_mean, size = mean(self.weights), self.cluster.size
             moved = [
-                outer_rules.elastic(weights, self._global_weights, mean, self._moving_rate, size)
+                outer_rules.elastic(weights, self._global_weights, workers_mean, self._moving_rate, size)
                 for weights in self.weights
             ]
             self.weights = [np.asarray(weights, np.float32) for weights, _ in moved]
             self._global_weights = np.asarray(moved[0][1], np.float32)
         else:
-            mean = np.average(self.weights, axis=0, weights=shares)
             rate = self.replicas.learning_rate(self.states[0])
-            new_weights, self._memory = self._rule(self._global_weights, mean, self._memory, rate)
+            workers_mean = mean(self.weights, shares)
+            new_weights, self._memory = self._rule(self._global_weights, workers_mean, self._memory, rate)
             self._global_weights = np.asarray(new_weights, np.float32)
             self.weights = [self._global_weights for _ in self.weights]
             if self._averages_slots:
@@ -242,130 +331,100 @@ class LocalSgd(Algorithm):
         for rank in range(self.cluster.size):
             self._begin(rank)
 
-    def _average_slots(self, shares: np.ndarray) -> None:
-        for index in self.replicas.slots:
-            values = [state[index].numpy() for state in self.states]
-            mean = np.average(values, axis=0, weights=shares).astype(values[0].dtype)
-            for state in self.states:
-                state[index] = tf.constant(mean)
+    def _average_slots(self, shares: Sequence[float]) -> None:
+        packings, states = self.replicas, self.states
+        averages = with_mean_slots([state.averages for state in states], packings.averages.slots, shares)
+        optimizers = with_mean_slots([state.optimizer for state in states], packings.optimizer.slots, shares)
+        self.states = [State(*values) for values in zip(averages, optimizers, strict=True)]
 
 
-class ServerLink:
-    """The link of a server, which carries one message at a time.
+class Centred(Algorithm):
+    """Workers around a centre, which take the next part of the data when they are free.
 
-    Args:
-        cluster: the machines.
-        message_bytes: the size of each message.
-    """
-
-    def __init__(self, cluster: Cluster, message_bytes: int):
-        self._cluster, self._message_bytes, self._free_at = cluster, message_bytes, 0.0
-
-    def carry(self, messages: int, event: Callable[[], None]) -> None:
-        """Schedules `event` for when this number of messages has arrived, one after the other."""
-        link, clock = self._cluster.link, self._cluster.clock
-        self._free_at = max(clock.now, self._free_at) + messages * self._message_bytes / link.bytes_per_second
-        clock.at(self._free_at + messages * link.latency_seconds, event)
-
-
-class ParameterServer(Algorithm):
-    """Workers that fetch weights from a server, and push gradients, which the server's optimizer applies.
+    As in `tfdist.parameter_server.modes`, there are as many clocks as workers, and a free worker takes the next step of
+    the clock that is furthest behind among those without a worker.
 
     Args:
         cluster: the machines.
         replicas: the training steps of the workers.
-        slack: how many steps a worker may be ahead of the slowest (Ho et al., NIPS 2013); `None` sets no bound.
-        synchronous: the gradients of all workers make up an update.
-        ring: the same, but an all-reduce over a ring adds the gradients instead of a server.
+        slack: how many steps a clock may be ahead of the slowest one.
     """
 
-    def __init__(
-        self,
-        cluster: Cluster,
-        replicas: Replicas,
-        slack: int | None = None,
-        *,
-        synchronous: bool = False,
-        ring: bool = False,
-    ):
+    def __init__(self, cluster: Cluster, replicas: Replicas, slack: float = math.inf):
         super().__init__(cluster, replicas)
-        self._slack, self._synchronous, self._ring = slack, synchronous or ring, ring
-        self._server_weights, self._server_state = replicas.initial_weights, replicas.initial_state
-        self._version = 0
-        self._link = ServerLink(cluster, replicas.initial_weights.nbytes)
-        self._blocked: set[int] = set()
-        self._gradients: list[tuple[np.ndarray, int, State]] = []
+        self._slack = slack
+        self._parts: deque[tuple[int, int]] = deque()  # the numbers of the step and of the part
+        self._free: deque[int] = deque()
+        self._clocks: list[modes.Clock] = []
+
+    def run(self, steps: int) -> None:
+        ranks, first = range(self.cluster.size), self._last_step
+        self._last_step += steps
+        parts = [(step, part) for step in range(first, self._last_step) for part in ranks]
+        self._parts = deque((step, part) for step, part in parts if self.replicas.examples(part, step))
+        self._free, self._clocks = deque(ranks), [modes.Clock() for _ in ranks]
+        self._hand_out()
+        self.clock.run()
+        assert not self._parts, "all workers wait for ever"
+
+    def _hand_out(self) -> None:
+        """Lets free workers begin with the next parts, as far as the slack permits."""
+        while self._free and self._parts:
+            clock = modes.next_clock(self._clocks, 1, self._slack)
+            if clock is None:
+                return
+            clock.running = self._free.popleft()
+            step, part = self._parts.popleft()
+            self._begin_part(clock, part, step)
+
+    def _begin_part(self, clock: modes.Clock, part: int, step: int) -> None:
+        """Lets the worker of a clock compute a part of the global batch of a step, and then calls `_end_part`."""
+        raise NotImplementedError
+
+    def _end_part(self, clock: modes.Clock) -> None:
+        rank, clock.running = clock.running, None
+        clock.done += 1
+        self.done[rank] += 1
+        self._free.append(rank)
+        self._hand_out()
+
+
+class ParameterServer(Centred):
+    """Workers that fetch weights from a centre, and push gradients, which the centre's optimizer applies one by one."""
+
+    def __init__(self, cluster: Cluster, replicas: Replicas, slack: float = math.inf):
+        super().__init__(cluster, replicas, slack)
+        self._centre_weights, self._centre_state = replicas.initial_weights, replicas.initial_state
 
     def global_model(self) -> tuple[np.ndarray, State]:
-        return self._server_weights, self._server_state
+        return self._centre_weights, self._centre_state
 
     def disagreement(self) -> float:
         return 0.0
 
-    def _begin(self, rank: int) -> None:
-        if self.done[rank] >= self._last_step:
-            return
-        if self._slack is not None and self.done[rank] - min(self.done) > self._slack:
-            self._blocked.add(rank)
-            return
-        self._transfer(lambda: self._compute(rank))
+    def _begin_part(self, clock: modes.Clock, part: int, step: int) -> None:
+        rank, weights, state, version = clock.running, self._centre_weights, self._centre_state, len(self.staleness)
 
-    def _transfer(self, event: Callable[[], None]) -> None:
-        """Schedules `event` for when weights or gradients have arrived over the server's link, if there is a server."""
-        if self._ring:
-            event()
-            return
-        self.sent_bytes += self.replicas.initial_weights.nbytes
-        self._link.carry(1, event)
+        def compute() -> None:
+            begun = self.replicas.begin("gradient", part, step, weights, state)
+            self._after_step(rank, lambda: push(*self.replicas.result(begun)))
 
-    def _compute(self, rank: int) -> None:
-        weights, version = self._server_weights, self._version
-        self._after_step(rank, lambda: self._finish_step(rank, weights, version))
+        def push(gradient: np.ndarray, new_state: State) -> None:
+            self.network.send(rank, CENTRE, gradient.nbytes, lambda: update(gradient, new_state))
 
-    def _finish_step(self, rank: int, weights: np.ndarray, version: int) -> None:
-        gradient, state, examples = self.replicas.gradient(rank, self.done[rank], weights, self._server_state)
-        self._transfer(lambda: self._receive(rank, gradient, examples, state, version))
+        def update(gradient: np.ndarray, new_state: State) -> None:
+            self.staleness.append(len(self.staleness) - version)
+            state = with_mean_averages(self._centre_state, [new_state])
+            self._centre_weights, self._centre_state = self.replicas.apply(self._centre_weights, state, gradient)
+            self._end_part(clock)
 
-    def _receive(self, rank: int, gradient: np.ndarray, examples: int, state: State, version: int) -> None:
-        self.done[rank] += 1
-        if self._synchronous:
-            self._gradients.append((gradient, examples, state))
-            if len(self._gradients) == self.cluster.size:
-                self._apply_mean()
-            return
-        if examples:
-            self._update(gradient, version, [state])
-        self._begin(rank)
-        slowest = min(self.done)
-        for peer in [peer for peer in self._blocked if self.done[peer] - slowest <= (self._slack or 0)]:
-            self._blocked.remove(peer)
-            self._begin(peer)
-
-    def _apply_mean(self) -> None:
-        gradients, counts, states = zip(*self._gradients, strict=True)
-        self._gradients = []
-        mean = np.average(gradients, axis=0, weights=counts).astype(np.float32)
-
-        def update() -> None:
-            self._update(mean, self._version, list(states))
-            for rank in range(self.cluster.size):
-                self._begin(rank)
-
-        bytes_, size = mean.nbytes, self.cluster.size
-        self.sent_bytes += 2 * (size - 1) * bytes_ if self._ring else 0
-        self.clock.after(self.cluster.link.all_reduce_seconds(bytes_, size) if self._ring else 0.0, update)
-
-    def _update(self, gradient: np.ndarray, version: int, states: list[State]) -> None:
-        self.staleness.append(self._version - version)
-        state = self.replicas.with_averages(self._server_state, states)
-        self._server_weights, self._server_state = self.replicas.apply(self._server_weights, state, gradient)
-        self._version += 1
+        self.network.send(CENTRE, rank, weights.nbytes, compute)
 
 
-class CentreServer(Algorithm):
-    """Workers with their own weights, which exchange with a centre on a server.
+class CentreServer(Centred):
+    """Workers with their own weights, which exchange with a centre.
 
-    The server's link carries the weights once for each push, and once for each fetch.
+    A worker pushes what it adds to the centre, the centre makes the exchange, and the worker fetches what it reads.
 
     Args:
         cluster: the machines.
@@ -376,41 +435,54 @@ class CentreServer(Algorithm):
     def __init__(self, cluster: Cluster, replicas: Replicas, rule: centre_rules.Rule):
         super().__init__(cluster, replicas)
         self._rule, self._centre = rule, replicas.initial_weights
-        self._link = ServerLink(cluster, replicas.initial_weights.nbytes)
         started = [rule.begin(replicas.initial_weights) for _ in range(cluster.size)]
         self.weights, self._memories = [weights for weights, _ in started], [memory for _, memory in started]
 
     def run(self, steps: int) -> None:
         super().run(steps)
         if self._rule.pushes_at_end:
-            for rank, weights in enumerate(self.weights):
-                self._memories[rank], change = self._rule.final_push(weights, self._memories[rank])
-                self._centre = self._centre + change
-                self.sent_bytes += change.nbytes
+            for rank in range(self.cluster.size):
+                self._memories[rank], change = self._rule.final_push(self.weights[rank], self._memories[rank])
+                self.network.send(rank, CENTRE, self._bytes, functools.partial(self._add, change))
+            self.clock.run()
 
     def global_model(self) -> tuple[np.ndarray, State]:
-        return np.asarray(self._centre, np.float32), self.replicas.with_averages(self.states[0], self.states)
+        return np.asarray(self._centre, np.float32), with_mean_averages(self.states[0], self.states)
 
-    def _begin(self, rank: int) -> None:
-        if self.done[rank] >= self._last_step:
-            return
+    @property
+    def _bytes(self) -> int:
+        return self.replicas.initial_weights.nbytes
+
+    def _add(self, change: np.ndarray) -> None:
+        self._centre = self._centre + change
+
+    def _begin_part(self, clock: modes.Clock, part: int, step: int) -> None:
+        rank = clock.running
         self.weights[rank], self._memories[rank] = self._rule.settle(self.weights[rank], self._memories[rank])
         due = [exchange for exchange in self._rule.exchanges if self.done[rank] % exchange.every == 0]
-        messages = sum(exchange.reads + exchange.writes for exchange in due)
-        if not messages:
-            self._after_step(rank, lambda: self._finish_step(rank))
-            return
-        self.sent_bytes += messages * self.replicas.initial_weights.nbytes
-        self._link.carry(messages, lambda: self._finish_exchange(rank))
+        pushes, fetches = sum(exchange.writes for exchange in due), sum(exchange.reads for exchange in due)
 
-    def _finish_exchange(self, rank: int) -> None:
-        self.weights[rank], self._memories[rank], self._centre = self._rule.exchanged(
-            self.done[rank], self.weights[rank], self._memories[rank], self._centre
-        )
-        self._after_step(rank, lambda: self._finish_step(rank))
+        def exchange() -> None:
+            self.weights[rank], self._memories[rank], self._centre = self._rule.exchanged(
+                self.done[rank], self.weights[rank], self._memories[rank], self._centre
+            )
+            if fetches:
+                self.network.send(CENTRE, rank, fetches * self._bytes, compute)
+            else:
+                compute()
 
-    def _finish_step(self, rank: int) -> None:
-        self.weights[rank] = np.asarray(self.weights[rank], np.float32)
-        self._train(rank)
-        self.weights[rank], self._memories[rank] = self._rule.stepped(self.weights[rank], self._memories[rank])
-        self._begin(rank)
+        def compute() -> None:
+            begun = self.replicas.begin(
+                "train", part, step, np.asarray(self.weights[rank], np.float32), self.states[rank]
+            )
+            self._after_step(rank, lambda: finish(*self.replicas.result(begun)))
+
+        def finish(weights: np.ndarray, state: State) -> None:
+            self.weights[rank], self._memories[rank] = self._rule.stepped(weights, self._memories[rank])
+            self.states[rank] = state
+            self._end_part(clock)
+
+        if pushes:
+            self.network.send(rank, CENTRE, pushes * self._bytes, exchange)
+        else:
+            exchange()

@@ -44,6 +44,8 @@ ALGORITHMS = (
     *("downpour", "aeasgd", "eamsgd"),
     *("dpsgd", "sgp", "gosgd", "adpsgd"),
 )
+# Those whose workers exchange with a centre.
+CENTRED = ("bsp", "asp", "ssp", "downpour", "aeasgd", "eamsgd")
 RESULTS, TABLE, PICTURE = "results.json", "table.md", "accuracy.svg"
 
 
@@ -62,6 +64,8 @@ class Case(_Part):
     epochs: PositiveInt = 3
     optimizer: str | None = None
     learning_rate: float | None = None
+    momentum: float | None = None
+    weight_decay: float | None = None
 
     @property
     def title(self) -> str:
@@ -100,10 +104,11 @@ class Entry(_Part):
 class Machine(_Part):
     """The simulated machine; see docs/simulator.md."""
 
-    speeds: tuple[Annotated[float, Field(gt=0)], ...] = (1.0,)
+    speeds: tuple[Annotated[float, Field(gt=0)], ...] = (1.0,)  # repeated in turn
     step_seconds: Annotated[float, Field(gt=0)] = 0.01
     bandwidth: str = "10Gbit"
     latency: str = "50us"
+    links: tuple[str, ...] = ()  # see `tfdist.simulator.links`
 
 
 class Study(Machine):
@@ -180,22 +185,34 @@ def read(path: Path) -> Study:
 
 
 def runs(study: Study) -> Iterator[Run]:
-    """Yields all runs; runs that share a case, a seed and a number of workers follow each other."""
-    for case, seed, workers in itertools.product(study.cases, range(study.seeds), study.workers):
+    """Yields all runs, seed by seed; runs that share a case and a number of workers follow each other."""
+    for seed, case, workers in itertools.product(range(study.seeds), study.cases, study.workers):
         for entry in study.algorithms:
             yield Run(study.machine, case, entry, workers, seed)
 
 
 def table(study: Study, results: Mapping[str, Mapping[str, Any]]) -> str:
-    """Returns the accuracies as a Markdown table: the mean over the seeds, and half of their range."""
+    """Returns the results as a Markdown table.
+
+    The accuracies are the mean over the seeds and half of their range, and "chance" where the mean may be no better.
+    Simulated seconds, staleness and bytes are those of the largest number of workers.
+    """
     lines = []
     for case in study.cases:
-        header = [case.title, *(f"{count} workers" for count in study.workers), "staleness", "MiB sent", "published"]
+        header = [
+            case.title,
+            *(f"{count} workers" for count in study.workers),
+            "seconds",
+            "staleness",
+            "MiB sent",
+            "published",
+        ]
         lines += ["| " + " | ".join(header) + " |", "|" + "---|" * len(header)]
         for entry in study.algorithms:
             cells = [_mean_accuracy(study, results, case, entry, count) for count in study.workers]
             largest = results.get(Run(study.machine, case, entry, study.workers[-1], 0).key, {})
             staleness = largest.get("staleness")
+            cells.append(f"{largest['seconds']:.2f}" if largest else "")
             cells.append("" if staleness is None else f"{staleness:.1f}")
             cells.append(f"{largest['sent_bytes'] / 2**20:,.0f}" if largest else "")
             cells.append("" if entry.published is None else f"{entry.published:g}")
@@ -212,6 +229,13 @@ def _accuracies(
     return [results[key]["metrics"]["accuracy"] for key in keys if key in results]
 
 
+def shown(accuracy: float | None, chance: float | None, format_: str) -> str:
+    """Returns the accuracy as text, which says so if it is not better than chance."""
+    if accuracy is None:
+        return ""
+    return f"{accuracy:{format_}}" + (" (chance)" if chance is not None and accuracy <= chance else "")
+
+
 def _mean_accuracy(
     study: Study, results: Mapping[str, Mapping[str, Any]], case: Case, entry: Entry, workers: int
 ) -> str:
@@ -219,7 +243,10 @@ def _mean_accuracy(
     if not values:
         return ""
     half_range = (max(values) - min(values)) / 2
-    return f"{statistics.mean(values):.3f}" + (f" ± {half_range:.3f}" if len(values) > 1 else "")
+    chance = results[Run(study.machine, case, entry, workers, 0).key].get("chance")
+    deviation = f" ± {half_range:.3f}" if len(values) > 1 else ""
+    mean, words, end = shown(statistics.mean(values), chance, ".3f").partition(" (")
+    return mean + deviation + words + end
 
 
 def draw(study: Study, results: Mapping[str, Mapping[str, Any]], path: Path) -> None:

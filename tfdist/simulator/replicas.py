@@ -1,12 +1,21 @@
 """The real training steps of simulated workers, which share a single model.
 
-A worker consists of its trainable weights, float32 `[n]`, which algorithms exchange, and its state: the tensors of its
-optimizer and of the model's non-trainable variables, such as moving averages. A step is a graph that takes both, and
-the worker's part of a global batch.
+A worker consists of its trainable weights, float32 `[n]`, which algorithms exchange, and its state: the values of the
+model's non-trainable variables, such as moving averages, and of its optimizer's variables.
+
+A step is a function of its worker's weights and state and of its part of a global batch. It is computed when its result
+is needed, and then all steps that have begun are computed in one call of a graph, since each call has a cost, and
+steps of different workers do not depend on each other.
+
+    gradients       of the steps side by side, with the weights as tensors
+    updates         one after the other, in the variables of the model and its optimizer
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import keras
@@ -17,9 +26,39 @@ from tfdist.data.input.array_feed import ArrayFeed
 from tfdist.data.input.division import Division
 from tfdist.errors import UsageError
 from tfdist.internals import keras as keras_internals
-from tfdist.relaxed.compression import packed, unpacked
+from tfdist.optimizers import fused
+from tfdist.relaxed.compression import packed
+from tfdist.simulator.state import Packing, State, Values
 
-State = list[tf.Tensor]
+# The most bytes of weights and state in a call of a graph, whose results are in memory as long as one of them is.
+BYTES_OF_A_CALL = 16 * 2**20
+STEPS_SIDE_BY_SIDE = 4  # enough to use the cores that small steps leave idle
+ALIGNMENT = 64  # bytes; TensorFlow uses arrays at such addresses, and rows of such a size, without copying them
+_LOSS = tf.TensorSpec([], tf.float32)
+
+
+@dataclass(eq=False)
+class Step:
+    """A step that has begun; see `Replicas.begin`.
+
+    Attributes:
+        kind: "train" or "gradient".
+        epoch: the number of the epoch.
+        batch: the number of the global batch in the epoch.
+        part: the number of the part of the batch.
+        weights: the weights before the step.
+        state: the state before the step.
+        computed: the new weights or the gradient, the new state, and the loss, which is `None` for a part without
+            examples; `None` until the step is computed.
+    """
+
+    kind: str
+    epoch: int
+    batch: int
+    part: int
+    weights: np.ndarray
+    state: State
+    computed: tuple[np.ndarray, State, float | None] | None = None
 
 
 class Replicas:
@@ -31,10 +70,11 @@ class Replicas:
         size: the number of workers.
 
     Attributes:
+        averages: where the model's non-trainable variables are in a state.
+        optimizer: where the optimizer's variables are in a state.
         initial_weights: the weights that all workers begin with, float32 `[n]`.
         initial_state: the state that all workers begin with.
         parameters: the number of trainable weights.
-        slots: the indices of the floating-point arrays in the state.
         losses: the loss of each step; callers may clear it.
 
     Raises:
@@ -49,63 +89,73 @@ class Replicas:
             )
         self._model, self._feed, self._division = model, feed, Division(size)
         self._weights = [variable.value for variable in model.trainable_variables]
-        others = [*model.non_trainable_variables, *model.optimizer.variables]
-        self._state = [variable.value for variable in others]
+        self.averages = Packing([variable.value for variable in model.non_trainable_variables])
+        self.optimizer = Packing([variable.value for variable in model.optimizer.variables])
+        self._scales_loss = isinstance(model.optimizer, keras.optimizers.LossScaleOptimizer)
         self._epochs: dict[int, Any] = {}
         self._graphs: dict[str, Any] = {}
-        self.initial_weights = np.concatenate([value.numpy().reshape(-1) for value in self._weights]).astype(np.float32)
-        self.initial_state: State = [tf.identity(value) for value in self._state]
+        self._begun: list[Step] = []
+        # The weights and the optimizer's values that the variables have, if `apply` was the last that changed them.
+        self._held: tuple[np.ndarray | None, Values | None] = None, None
+        self.initial_weights: np.ndarray = packed(self._weights).numpy()
+        self.initial_state = State(self.averages.read(), self.optimizer.read())
         self.parameters = self.initial_weights.size
-        self._non_trainable_count = len(model.non_trainable_variables)
-        self.slots = [index for index, value in enumerate(self._state) if value.dtype.is_floating and value.shape.rank]
         self.losses: list[float] = []
 
-    def train(self, rank: int, step: int, weights: np.ndarray, state: State) -> tuple[np.ndarray, State]:
-        """Returns the weights and the state of worker `rank` after step number `step` of the run."""
-        if self.examples(rank, step) == 0:
-            return weights, state
-        new_weights, new_state, loss = self._call("step", tf.constant(weights), state, *self._batch(rank, step))
-        self.losses.append(float(loss))
-        return new_weights.numpy(), new_state
+    def begin(self, kind: str, part: int, step: int, weights: np.ndarray, state: State) -> Step:
+        """Begins step number `step` of the run on a part of its global batch.
 
-    def gradient(self, rank: int, step: int, weights: np.ndarray, state: State) -> tuple[np.ndarray, State, int]:
-        """Returns worker `rank`'s gradient at `weights`, the state after the forward pass, and the example count."""
-        if self.examples(rank, step) == 0:
-            return np.zeros_like(weights), state, 0
-        gradient, new_state, loss = self._call("gradient", tf.constant(weights), state, *self._batch(rank, step))
-        self.losses.append(float(loss))
-        return gradient.numpy(), new_state, self.examples(rank, step)
+        Args:
+            kind: "train" for new weights, or "gradient" for the gradient at `weights`.
+            part: the number of the part.
+            step: the number of the step.
+            weights: the weights of the worker, which must not change afterwards.
+            state: the state of the worker, which must not change afterwards.
+        """
+        begun = Step(kind, *divmod(step, self.steps_per_epoch), part, weights, state)
+        if self.examples(part, step):
+            self._begun.append(begun)
+        else:
+            begun.computed = (weights if kind == "train" else np.zeros_like(weights), state, None)
+        return begun
+
+    def result(self, step: Step) -> tuple[np.ndarray, State]:
+        """Returns the new weights of a step, or its gradient, and the new state."""
+        if step.computed is None:
+            self._compute_begun()
+        assert step.computed is not None
+        array, state, loss = step.computed
+        if loss is not None:
+            self.losses.append(loss)
+        return array, state
 
     def apply(self, weights: np.ndarray, state: State, gradient: np.ndarray) -> tuple[np.ndarray, State]:
         """Returns the weights and the state after the optimizer has applied `gradient`."""
-        new_weights, new_state = self._call("apply", tf.constant(weights), state, tf.constant(gradient))
-        return new_weights.numpy(), new_state
+        if self._held[0] is not weights or self._held[1] is not state.optimizer:
+            _assign(self._weights, self._unpacked(tf.constant(weights)))
+            self.optimizer.assign(state.optimizer)
+        new_weights, optimizer = self._call("apply", self._update_graph, _stacked([gradient]))
+        self._held = np.asarray(new_weights), {name: np.asarray(array) for name, array in optimizer.items()}
+        return self._held[0], State(state.averages, self._held[1])
 
-    def with_averages(self, state: State, others: list[State]) -> State:
-        """Returns `state`, with its moving averages replaced by the mean of those in `others`."""
-        averages = []
-        for index in range(self._non_trainable_count):
-            values = [other[index] for other in others]
-            keep_first = not values[0].dtype.is_floating or len(values) == 1
-            averages.append(values[0] if keep_first else tf.reduce_mean(tf.stack(values), 0))
-        return [*averages, *state[self._non_trainable_count :]]
-
-    def examples(self, rank: int, step: int) -> int:
-        """Returns the number of examples of worker `rank` in its step number `step`."""
+    def examples(self, part: int, step: int) -> int:
+        """Returns the number of examples of a part of the global batch of step number `step`."""
         number = step % self.steps_per_epoch
         batch_size = min(self._feed.batch_size, self._feed.examples - number * self._feed.batch_size)
-        begin, end = self._division.part(batch_size, rank)
+        begin, end = self._division.part(batch_size, part)
         return int(end - begin)
 
     def learning_rate(self, state: State) -> float:
         """Returns the learning rate of the last step that led to this state."""
-        _assign(self._state, state)
+        self._held = None, None
+        self.optimizer.assign(state.optimizer)
         return keras_internals.last_learning_rate(self._model.optimizer)
 
     def evaluate(self, weights: np.ndarray, state: State, data: Any) -> dict[str, float]:
         """Evaluates the model with these weights on `data`; returns loss and metrics as `Model.evaluate` does."""
+        self._held = None, None
         _assign(self._weights, self._unpacked(tf.constant(weights)))
-        _assign(self._state, state)
+        self.averages.assign(state.averages)
         metrics: dict[str, float] = self._model.evaluate(data, verbose=0, return_dict=True)
         return metrics
 
@@ -114,59 +164,193 @@ class Replicas:
         """The number of global batches per epoch."""
         return int(self._feed.num_batches)
 
-    def _batch(self, rank: int, step: int) -> tuple[Any, tf.Tensor, tf.Tensor]:
-        """Returns what a graph needs to fetch a worker's part of a batch: the epoch's data, batch number, and rank."""
-        epoch, number = divmod(step, self.steps_per_epoch)
+    def _compute_begun(self) -> None:
+        """Computes all steps that have begun, with as few calls of graphs as their memory permits."""
+        begun, self._begun = self._begun, []
+        alike: dict[tuple[str, int], list[Step]] = {}
+        for step in begun:
+            alike.setdefault((step.kind, step.epoch), []).append(step)
+        state = self.initial_state
+        arrays = (self.initial_weights, *state.averages.values(), *state.optimizer.values())
+        most = max(1, BYTES_OF_A_CALL // sum(array.nbytes for array in arrays))
+        for steps in alike.values():
+            for first in range(0, len(steps), most):
+                self._compute(steps[first : first + most])
+
+    def _compute(self, steps: Sequence[Step]) -> None:
+        """Computes steps of the same kind and epoch."""
+        kind, epoch = steps[0].kind, steps[0].epoch
         if epoch not in self._epochs:
-            self._epochs[epoch] = self._feed.start(epoch, 0)
-        return self._epochs[epoch], tf.constant(number), tf.constant(rank)
+            self._epochs = {epoch: self._feed.start(epoch, 0)}
+        if kind == "train":
+            self._held = None, None
+        needs_optimizer = kind == "train" or self._scales_loss
+        stacked = (
+            _stacked([step.weights for step in steps]),
+            _stacked_values([step.state.averages for step in steps]),
+            _stacked_values([step.state.optimizer for step in steps]) if needs_optimizer else {},
+            tf.constant([step.batch for step in steps]),
+            tf.constant([step.part for step in steps]),
+        )
+        graph = self._train_graph if kind == "train" else self._gradient_graph
+        arrays, averages, optimizer, losses = self._call(kind, graph, stacked, self._epochs[epoch])
+        rows = zip(np.asarray(arrays), _rows(averages, len(steps)), losses.numpy().tolist(), strict=True)
+        optimizers = _rows(optimizer, len(steps)) if kind == "train" else [step.state.optimizer for step in steps]
+        for step, (array, new_averages, loss), new_optimizer in zip(steps, rows, optimizers, strict=True):
+            step.computed = array, State(new_averages, new_optimizer), loss
 
-    def _call(self, name: str, *arguments: Any) -> Any:
-        """Calls a concrete function, since `tf.function` would examine the types of all tensors in each call."""
+    def _call(self, name: str, function: Any, stacked: Any, *others: Any) -> Any:
+        """Calls the graph of a function of `stacked` arrays, of which there may be any number, and `others`."""
         if name not in self._graphs:
-            functions = {"step": self._step_graph, "gradient": self._gradient_graph, "apply": self._apply_graph}
-            self._graphs[name] = tf.function(functions[name], autograph=False).get_concrete_function(*arguments)
-        return self._graphs[name](*arguments)
+            specs = tf.nest.map_structure(lambda array: tf.TensorSpec([None, *array.shape[1:]], array.dtype), stacked)
+            graph = tf.function(function, autograph=False)
+            # A concrete function, since `tf.function` would examine the types of all tensors in each call.
+            self._graphs[name] = graph.get_concrete_function(specs, *others)
+        return self._graphs[name](stacked, *others)
 
-    def _step_graph(
-        self, weights: tf.Tensor, state: State, epoch: Any, number: tf.Tensor, rank: tf.Tensor
-    ) -> tuple[tf.Tensor, State, tf.Tensor]:
-        gradients, loss = self._differentiate(weights, state, epoch, number, rank)
-        self._model.optimizer.apply(gradients, self._model.trainable_variables)
-        return packed(self._weights), [value.read_value() for value in self._state], loss
+    def _train_graph(self, stacked: Any, epoch: Any) -> Any:
+        """Returns the new weights, moving averages and optimizer's variables of each step, and its loss."""
+        weights, _, optimizer, *_ = stacked
 
-    def _gradient_graph(
-        self, weights: tf.Tensor, state: State, epoch: Any, number: tf.Tensor, rank: tf.Tensor
-    ) -> tuple[tf.Tensor, State, tf.Tensor]:
-        gradients, loss = self._differentiate(weights, state, epoch, number, rank)
-        dense = [tf.convert_to_tensor(gradient) for gradient in gradients]
-        return packed(dense), [value.read_value() for value in self._state], loss
+        def differentiate(index: tf.Tensor) -> Any:
+            step_weights, *step = _element(stacked, index)
+            values = self._unpacked(step_weights)
+            gradients, *others = self._differentiate(epoch, values, *step)
+            return values, gradients, others
+
+        def update(index: tf.Tensor) -> Any:
+            _assign(self._weights, _read(values, index))
+            self.optimizer.assign(_element(optimizer, index))
+            return self._update(_read(gradients, index))
+
+        count, state = tf.shape(weights)[0], self.initial_state
+        specs: Any = self._weight_specs, self._weight_specs, [_specs(state.averages), _LOSS]
+        values, gradients, others = _each(count, differentiate, specs, STEPS_SIDE_BY_SIDE)
+        specs = tf.TensorSpec([self.parameters], tf.float32), _specs(state.optimizer)
+        updates = _each(count, update, specs, 1)  # one after the other, since all use the same variables
+        (new_weights, new_optimizer), (new_averages, losses) = _stack(updates), _stack(others)
+        return new_weights, new_averages, new_optimizer, losses
+
+    def _gradient_graph(self, stacked: Any, epoch: Any) -> Any:
+        """Returns the gradient of each step, its new moving averages, nothing, and its loss."""
+        weights, *_ = stacked
+
+        def differentiate(index: tf.Tensor) -> Any:
+            step_weights, *step = _element(stacked, index)
+            gradients, *others = self._differentiate(epoch, self._unpacked(step_weights), *step)
+            return packed(gradients), others
+
+        specs = tf.TensorSpec([self.parameters], tf.float32), [_specs(self.initial_state.averages), _LOSS]
+        results = _each(tf.shape(weights)[0], differentiate, specs, STEPS_SIDE_BY_SIDE)
+        gradients, (new_averages, losses) = _stack(results)
+        return gradients, new_averages, {}, losses
+
+    def _update_graph(self, stacked: tf.Tensor) -> tuple[tf.Tensor, Any]:
+        """Updates the variables by a gradient as the only row; returns their values."""
+        return self._update(self._unpacked(stacked[0]))
 
     def _differentiate(
-        self, weights: tf.Tensor, state: State, epoch: Any, number: tf.Tensor, rank: tf.Tensor
-    ) -> tuple[list[Any], tf.Tensor]:
-        _assign(self._weights, self._unpacked(weights))
-        _assign(self._state, state)
-        batches = self._feed.batches
-        batch = batches.examples(epoch, batches.fetch(epoch, number), rank, self._division)
-        x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(batch)
-        with tf.GradientTape() as tape:
-            outputs = self._model(x, training=True)
-            loss = self._model.compute_loss(x=x, y=y, y_pred=outputs, sample_weight=sample_weight, training=True)
-            scaled = self._model.optimizer.scale_loss(loss)
-        return tape.gradient(scaled, self._weights), loss
+        self, epoch: Any, values: list[tf.Tensor], averages: Any, optimizer: Any, number: tf.Tensor, part: tf.Tensor
+    ) -> tuple[list[tf.Tensor], Any, tf.Tensor]:
+        """Returns the gradients at the `values` of the weights, the new moving averages, and the loss.
 
-    def _apply_graph(self, weights: tf.Tensor, state: State, gradient: tf.Tensor) -> tuple[tf.Tensor, State]:
-        _assign(self._weights, self._unpacked(weights))
-        _assign(self._state, state)
-        self._model.optimizer.apply(self._unpacked(gradient), self._model.trainable_variables)
-        return packed(self._weights), [value.read_value() for value in self._state]
+        Assigns no variable, so that steps can be computed side by side.
+        """
+        model, batches = self._model, self._feed.batches
+        state = [*zip(model.trainable_variables, values, strict=True)]
+        state += zip(model.non_trainable_variables, self.averages.unpacked(averages), strict=True)
+        if optimizer:
+            state += zip(model.optimizer.variables, self.optimizer.unpacked(optimizer), strict=True)
+        batch = batches.examples(epoch, batches.fetch(epoch, number), part, self._division)
+        x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(batch)
+        with tf.GradientTape(watch_accessed_variables=False) as tape:
+            tape.watch(values)
+            with keras.StatelessScope(state, collect_losses=True) as scope:
+                outputs = model(x, training=True)
+                loss = model.compute_loss(x=x, y=y, y_pred=outputs, sample_weight=sample_weight, training=True)
+                scaled = model.optimizer.scale_loss(loss)
+        gradients = tape.gradient(scaled, values, unconnected_gradients=tf.UnconnectedGradients.ZERO)
+        new_averages = [scope.get_current_value(variable) for variable in model.non_trainable_variables]
+        dense = [tf.convert_to_tensor(gradient) for gradient in gradients]
+        return dense, self.averages.packed(new_averages), tf.cast(loss, tf.float32)
+
+    def _update(self, gradients: Any) -> tuple[tf.Tensor, Any]:
+        """Lets the optimizer update the variables; returns their values."""
+        with fused.fused(self._model.optimizer):
+            self._model.optimizer.apply(gradients, self._model.trainable_variables)
+        return packed(self._weights), self.optimizer.packed(self.optimizer.variables)
+
+    @property
+    def _weight_specs(self) -> list[tf.TensorSpec]:
+        return [tf.TensorSpec(variable.shape, variable.dtype) for variable in self._weights]
 
     def _unpacked(self, flat: tf.Tensor) -> list[tf.Tensor]:
-        pairs = zip(unpacked(flat, self._weights), self._weights, strict=True)
-        return [tf.cast(part, value.dtype) for part, value in pairs]
+        """Returns the parts of an array of weights, which may have padding at its end, by variable."""
+        sizes = [math.prod(variable.shape) for variable in self._weights]
+        parts = tf.split(flat, [*sizes, flat.shape[0] - sum(sizes)])[:-1]
+        pairs = zip(parts, self._weights, strict=True)
+        return [tf.cast(tf.reshape(part, variable.shape), variable.dtype) for part, variable in pairs]
 
 
 def _assign(variables: list[tf.Variable], values: list[tf.Tensor]) -> None:
     for variable, value in zip(variables, values, strict=True):
         variable.assign(value)
+
+
+def _each(count: tf.Tensor, function: Callable[[tf.Tensor], Any], specs: Any, side_by_side: int) -> Any:
+    """Returns the results of `function(index)` for the indices below `count`, as `tf.TensorArray`s.
+
+    In contrast to `tf.map_fn`, the results are not copied.
+
+    Args:
+        count: the number of calls.
+        function: returns a structure of tensors.
+        specs: the specs of these tensors.
+        side_by_side: how many calls may be computed at the same time.
+    """
+    flat = [tf.TensorArray(spec.dtype, count, element_shape=spec.shape) for spec in tf.nest.flatten(specs)]
+
+    def call(index: tf.Tensor, arrays: Any) -> Any:
+        results = tf.nest.flatten(function(index))
+        return index + 1, [array.write(index, result) for array, result in zip(arrays, results, strict=True)]
+
+    _, flat = tf.while_loop(lambda index, _: index < count, call, (0, flat), parallel_iterations=side_by_side)
+    return tf.nest.pack_sequence_as(specs, flat)
+
+
+def _specs(values: Values) -> dict[str, tf.TensorSpec]:
+    return {name: tf.TensorSpec(array.shape, array.dtype) for name, array in values.items()}
+
+
+def _element(stacked: Any, index: tf.Tensor) -> Any:
+    return tf.nest.map_structure(lambda array: array[index], stacked)
+
+
+def _stack(arrays: Any) -> Any:
+    return tf.nest.map_structure(lambda array: array.stack(), arrays)
+
+
+def _read(arrays: Any, index: tf.Tensor) -> Any:
+    return tf.nest.map_structure(lambda array: array.read(index), arrays)
+
+
+def _stacked(arrays: Sequence[np.ndarray]) -> tf.Tensor:
+    """Returns float32 arrays `[n]` as the rows of one tensor, which are padded; they are copied once."""
+    row_bytes = -(-arrays[0].nbytes // ALIGNMENT) * ALIGNMENT
+    memory = np.empty(len(arrays) * row_bytes + ALIGNMENT, np.uint8)
+    begin = -memory.ctypes.data % ALIGNMENT
+    rows = memory[begin : begin + len(arrays) * row_bytes].view(np.float32).reshape(len(arrays), -1)
+    np.stack(arrays, out=rows[:, : arrays[0].size])
+    rows[:, arrays[0].size :] = 0
+    return tf.experimental.dlpack.from_dlpack(rows.__dlpack__())
+
+
+def _stacked_values(values: Sequence[Values]) -> dict[str, tf.Tensor]:
+    arrays = {name: [each[name] for each in values] for name in values[0]}
+    return {name: _stacked(rows) if name == "float32" else tf.constant(np.stack(rows)) for name, rows in arrays.items()}
+
+
+def _rows(stacked: dict[str, tf.Tensor], count: int) -> list[Values]:
+    """Returns the values of each of `count` steps."""
+    arrays = {name: array.numpy() for name, array in stacked.items()}
+    return [{name: array[index] for name, array in arrays.items()} for index in range(count)]

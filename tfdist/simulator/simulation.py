@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +13,7 @@ import numpy as np
 
 import tfdist
 from tfdist import models
-from tfdist.advisor.costs import Link, link_of
+from tfdist.advisor.costs import link_of
 from tfdist.data.input.array_feed import ArrayFeed
 from tfdist.data.tools import for_model
 from tfdist.errors import UsageError
@@ -21,6 +22,7 @@ from tfdist.run import optimizers
 from tfdist.run.config import TrainConfig
 from tfdist.simulator import algorithms
 from tfdist.simulator.algorithms import Algorithm, Cluster
+from tfdist.simulator.links import Links
 from tfdist.simulator.matrix import Run
 from tfdist.simulator.replicas import Replicas
 
@@ -33,7 +35,7 @@ class Settings:
         algorithm: one of `NAMES`.
         speeds: the speed of each worker.
         step_seconds: seconds per step of a worker with speed 1.
-        link: the link between any two workers.
+        links: the links of the workers and of a centre.
         seed: the seed of the algorithm's random choices.
         sync_every: steps between synchronizations, or exchanges with a centre; `None` is the default of the rule.
         slack: for `ssp`.
@@ -44,7 +46,7 @@ class Settings:
     algorithm: str
     speeds: tuple[float, ...]
     step_seconds: float
-    link: Link
+    links: Links
     seed: int = 0
     sync_every: int | None = None
     slack: int = 3
@@ -65,6 +67,7 @@ class EpochResult:
         staleness: the mean number of other updates between an update and its read, over all updates so far; `None` for
             algorithms without staleness.
         sent_bytes: bytes that all machines have sent so far.
+        chance: an accuracy up to which a model may be no better than chance, see `chance_of`; `None` without classes.
     """
 
     epoch: int
@@ -74,6 +77,7 @@ class EpochResult:
     disagreement: float
     staleness: float | None
     sent_bytes: int
+    chance: float | None = None
 
 
 # Local SGD: the outer rule, `None` for elastic averaging, and whether the optimizers' slots are averaged.
@@ -83,30 +87,26 @@ OUTER_RULES: dict[str, tuple[outer_rules.Rule | None, bool]] = {
     "diloco": (outer_rules.Nesterov(), False),
     "easgd": (None, False),
 }
-# Arguments of `algorithms.ParameterServer`; the slack of `ssp` is a setting.
-SERVER_OPTIONS: dict[str, dict[str, bool]] = {
-    "allreduce": {"ring": True},
-    "bsp": {"synchronous": True},
-    "asp": {},
-    "ssp": {},
-}
+# Algorithms whose server has the only weights; the all-reduce takes the place of a server.
+SERVERS = ("allreduce", "bsp", "asp", "ssp")
 # Workers around a centre: the rule, from the steps between exchanges and the moving rate.
 CENTRE_RULES: dict[str, Callable[[int, float], centre_rules.Rule]] = {
     "downpour": lambda every, rate: centre_rules.Downpour(every, every),
     "aeasgd": centre_rules.Easgd,
     "eamsgd": lambda every, rate: centre_rules.Eamsgd(every, rate, centre_rules.MOMENTUM),
 }
-NAMES = (*SERVER_OPTIONS, *OUTER_RULES, *CENTRE_RULES, *gossip_rules.OPTIONS)
+NAMES = (*SERVERS, *OUTER_RULES, *CENTRE_RULES, *gossip_rules.OPTIONS)
 
 
 def make_algorithm(replicas: Replicas, settings: Settings) -> Algorithm:
     """Returns the algorithm of a run, with the workers at the beginning."""
     name, size = settings.algorithm, len(settings.speeds)
-    cluster = Cluster([settings.step_seconds / speed for speed in settings.speeds], settings.link)
+    cluster = Cluster([settings.step_seconds / speed for speed in settings.speeds], settings.links)
     moving_rate = outer_rules.MOVING_RATE_OF_ALL / size
-    if name in SERVER_OPTIONS:
-        slack = settings.slack if name == "ssp" else None
-        return algorithms.ParameterServer(cluster, replicas, slack, **SERVER_OPTIONS[name])
+    if name in ("allreduce", "bsp"):
+        return algorithms.Synchronous(cluster, replicas, ring=name == "allreduce")
+    if name in ("asp", "ssp"):
+        return algorithms.ParameterServer(cluster, replicas, settings.slack if name == "ssp" else math.inf)
     if name in OUTER_RULES:
         rule, averages_slots = OUTER_RULES[name]
         every = settings.sync_every or outer_rules.SYNC_EVERY[name]
@@ -117,15 +117,17 @@ def make_algorithm(replicas: Replicas, settings: Settings) -> Algorithm:
         every = settings.sync_every or centre_rules.EVERY
         return algorithms.CentreServer(cluster, replicas, CENTRE_RULES[name](every, moving_rate))
     mixing = topologies.matrix(settings.topology, size)
+    if name == "adpsgd":
+        gossip_rules.require_partners(mixing)
     machines = [gossip_rules.machine(name, rank, mixing, settings.probability, settings.seed) for rank in range(size)]
-    return algorithms.Gossip(cluster, replicas, machines)
+    return algorithms.Gossip(cluster, replicas, machines, during_steps=name == "adpsgd")
 
 
 def epochs(
     replicas: Replicas, settings: Settings, count: int, test: Any, *, only_last: bool = False
 ) -> Iterator[EpochResult]:
     """Trains for `count` epochs; evaluates on the `test` data and yields the results after each, or only the last."""
-    algorithm = make_algorithm(replicas, settings)
+    algorithm, chance = make_algorithm(replicas, settings), chance_of(test)
     for number in range(1, count + 1):
         replicas.losses.clear()
         algorithm.run(replicas.steps_per_epoch)
@@ -140,7 +142,20 @@ def epochs(
             algorithm.disagreement(),
             staleness,
             algorithm.sent_bytes,
+            chance,
         )
+
+
+def chance_of(test: Any) -> float | None:
+    """Returns the accuracy of always naming the most frequent class of the test data, and two standard errors more.
+
+    `None` if the targets are not the numbers of classes.
+    """
+    targets = np.asarray(test.arrays[1]) if isinstance(test, ArrayFeed) else np.zeros(0)
+    if not np.issubdtype(targets.dtype, np.integer) or targets.size != len(targets):
+        return None
+    share = float(np.max(np.unique(targets, return_counts=True)[1]) / len(targets))
+    return share + 2 * math.sqrt(share * (1 - share) / len(targets))
 
 
 def make_replicas(
@@ -205,7 +220,8 @@ class Runner:
         assert link is not None
         speeds = tuple(machine.speeds[rank % len(machine.speeds)] for rank in range(run.workers))
         replicas, test = self._replicas(run)
-        settings = Settings(run.entry.algorithm, speeds, machine.step_seconds, link, run.seed, **run.entry.options)
+        links = Links.of(run.workers, link, machine.links)
+        settings = Settings(run.entry.algorithm, speeds, machine.step_seconds, links, run.seed, **run.entry.options)
         (last,) = epochs(replicas, settings, run.case.epochs, test, only_last=True)
         return last
 
@@ -221,6 +237,8 @@ class Runner:
                 examples=case.examples,
                 optimizer=case.optimizer,
                 learning_rate=rate,
+                momentum=case.momentum,
+                weight_decay=case.weight_decay,
             )
             self._latest = key, replicas
         return self._latest[1]
