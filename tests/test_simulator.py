@@ -139,9 +139,9 @@ def test_what_workers_exchange_with_a_centre_passes_its_link_one_after_the_other
 def test_workers_of_a_centre_that_do_not_wait_are_faster_than_those_that_do():
     """With speeds of 1, 1, 1 and 0.25, `bsp` takes the steps of the slowest, and `asp` those of 3.25 workers."""
     links, speeds = Links.of(4, Link(0.0, 1e15)), (1.0, 1.0, 1.0, 0.25)
-    seconds, done = {}, {}
+    seconds, done, steps = {}, {}, replicas(4)
     for name in ("bsp", *CENTRED):
-        found = simulation.make_algorithm(replicas(4), Settings(name, speeds, 0.01, links))
+        found = simulation.make_algorithm(steps, Settings(name, speeds, 0.01, links))
         found.run(found.replicas.steps_per_epoch * 3)
         seconds[name], done[name] = found.clock.now, found.done
     assert seconds["bsp"] == pytest.approx(12 * 0.04)
