@@ -199,7 +199,7 @@ LEARNS = {
     "vit": Learnable({"digits": 2, "channels": 1}, {"blocks": 2, "width": 0.25}, steps=(300, 120), parts=(0.7, 0.7)),
     "convnext_tiny": Learnable(_DIGITS, {"width": 0.125}, steps=(300, 120), parts=(0.7, 0.7)),
     "mobilenet_v3_small": Learnable(_DIGITS, {"width": 0.25}, steps=(300, 120), parts=(0.7, 0.7)),
-    "efficientnet_b0": Learnable(_DIGITS, {"width": 0.125}, steps=(300, 120), parts=(0.7, 0.7)),
+    "efficientnet_b0": Learnable(_DIGITS, {"width": 0.125}, steps=(300, 120), parts=(0.9, 0.7)),
     # The noise of these pictures cannot be predicted, so that the loss of `vae` has a high floor.
     "vae": Learnable(
         {"task": "generation", "shape": (16, 16, 1)}, {"width": 0.5}, steps=(300, 120), parts=(0.97, 0.97)

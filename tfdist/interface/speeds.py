@@ -18,6 +18,7 @@ import tensorflow as tf
 
 from tfdist.errors import UsageError
 from tfdist.jobs import consensus
+from tfdist.terminal import counted
 
 AUTO = "auto"
 # The parts of a batch are computed in 32 bits.
@@ -59,7 +60,7 @@ def parse(option: Any) -> tuple[int, ...] | str | None:
 
 
 def resolve(
-    speeds: tuple[int, ...] | str | None,
+    option: Any,
     peers: consensus.Peers,
     devices: Sequence[str],
     num_replicas: int,
@@ -67,15 +68,16 @@ def resolve(
     """Returns the speeds of all replicas of a strategy; `None` if they are equal.
 
     Args:
-        speeds: the result of `parse`, which must be the same in all processes.
+        option: the option `speeds`, which must be the same in all processes.
         peers: the processes of the job.
         devices: the devices of this process's replicas.
         num_replicas: the number of replicas in all processes.
 
     Raises:
-        UsageError: there is not one speed per replica, or a process has several replicas.
+        UsageError: see `parse`; or there is not one speed per replica, or a process has several replicas.
         DisagreementError: the processes have different settings.
     """
+    speeds = parse(option)
     text = ",".join(map(str, speeds)) if isinstance(speeds, tuple) else str(speeds)
     if peers.world.world_size > 1:
         consensus.require_equal(peers, {"speeds": text})
@@ -83,14 +85,16 @@ def resolve(
         return None
     if peers.world.world_size > 1 and len(devices) > 1:
         raise UsageError(
-            f"`speeds` is `{text}`, and each process has {len(devices)} devices",
+            f"`speeds` is `{option}`, and each process has {len(devices)} devices",
             "start a process for each device, or leave `speeds` out",
         )
     resolved = _measured(peers, devices) if isinstance(speeds, str) else speeds
     if len(resolved) != num_replicas:
+        example = ",".join([str(resolved[0]), *["1"] * (num_replicas - 1)]) if num_replicas <= 8 else "3,1"
         raise UsageError(
-            f"`speeds` is `{text}`, which has {len(resolved)} numbers, and there are {num_replicas} replicas",
-            "write one number for each replica",
+            f"`speeds` is `{option}`, which is {counted(len(resolved), 'number')} for {num_replicas} replicas, and "
+            "speeds are relative to each other",
+            f"write one number for each replica, such as `{example}`",
         )
     return None if len(set(resolved)) == 1 else resolved
 

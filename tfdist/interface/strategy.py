@@ -204,7 +204,7 @@ class Strategy:
 
     def divide_by_speeds(self, speeds: str | Sequence[int] | None) -> None:
         """Divides global batches in proportion to `speeds`, see `tfdist.interface.speeds`; for constructors."""
-        self.speeds = replica_speeds.resolve(replica_speeds.parse(speeds), self, self.devices, self.num_replicas)
+        self.speeds = replica_speeds.resolve(speeds, self, self.devices, self.num_replicas)
         if self.speeds is not None and self.world.world_size > 1:
             self.world = dataclasses.replace(self.world, speeds=self.speeds)
 
