@@ -206,13 +206,14 @@ def test_the_usual_rate_is_scaled_to_the_examples_of_an_update():
 
 
 def test_a_scaled_rate_is_said_in_a_sentence():
-    def said(**options):
-        return optimizers.scaling(config.TrainConfig("single", "resnet20", "digits", **options))
+    def said(steps_per_epoch=10, **options):
+        return optimizers.scaling(config.TrainConfig("single", "resnet20", "digits", **options), steps_per_epoch)
 
     assert said(batch_size=256, epochs=10) == (
         "The learning rate is 0.2: 0.1, the usual rate of `resnet20` for 128 examples per update, scaled to 256; it "
         "rises from 0 in the first 1 epoch."
     )
+    assert said(None, batch_size=256).endswith("scaled to 256.")  # without a number of steps there is no warm-up
     assert said(batch_size=32).endswith("for 128 examples per update, scaled to 32.")
     assert said(batch_size=128) is said(batch_size=32, learning_rate=0.1) is said(optimizer="adam") is None
 

@@ -55,22 +55,25 @@ def settings(config: TrainConfig) -> dict[str, Any]:
     return {name: value for name, value in values.items() if value is not None}
 
 
-def warmup_epochs(config: TrainConfig) -> float:
-    """The epochs in which the learning rate rises from 0: as requested, else by the size of the batch."""
+def warmup_epochs(config: TrainConfig, steps_per_epoch: int | None) -> float:
+    """The epochs in which the learning rate rises from 0: as requested, else by the size of the batch.
+
+    Without a known number of steps there is no usual warm-up; one that is requested is refused later.
+    """
     if config.warmup_epochs is not None:
         return config.warmup_epochs
     usual = _usual(config)
     if usual is None or config.learning_rate is not None or _batch_size(config) <= usual.batch_size:
         return 0.0
-    return min(WARMUP_EPOCHS, WARMUP_SHARE * config.epochs)
+    return 0.0 if steps_per_epoch is None else min(WARMUP_EPOCHS, WARMUP_SHARE * config.epochs)
 
 
-def scaling(config: TrainConfig) -> str | None:
+def scaling(config: TrainConfig, steps_per_epoch: int | None) -> str | None:
     """A sentence about the scaled learning rate; `None` if the rate was set, or is that of the reference batch."""
     usual, size = _usual(config), _batch_size(config)
     if usual is None or config.learning_rate is not None or size == usual.batch_size:
         return None
-    epochs = warmup_epochs(config)
+    epochs = warmup_epochs(config, steps_per_epoch)
     rises = f"; it rises from 0 in the first {epochs:g} {'epoch' if epochs == 1 else 'epochs'}" if epochs else ""
     return (
         f"The learning rate is {usual.rate(size):.3g}: {usual.learning_rate:g}, the usual rate of `{config.model}` for "
@@ -111,9 +114,7 @@ def _optimizer(options: dict[str, Any], config: TrainConfig, steps_per_epoch: in
     except (TypeError, ValueError) as error:
         values = ", ".join(f"`{option}` {value}" for option, value in options.items())
         raise UsageError(f"The optimizer `{name}` cannot have {values}: {error}", "leave it out") from error
-    # Without a known number of steps there is no usual warm-up; one that is requested is refused.
-    warms_up = warmup_epochs(config) and (steps_per_epoch is not None or config.warmup_epochs is not None)
-    if config.schedule != "constant" or warms_up:
+    if config.schedule != "constant" or warmup_epochs(config, steps_per_epoch):
         optimizer.learning_rate = _schedule(config, float(optimizer.learning_rate.numpy()), steps_per_epoch)
     return optimizer
 
@@ -149,7 +150,7 @@ def _schedule(config: TrainConfig, learning_rate: float, steps_per_epoch: int | 
             "leave it out",
         )
     updates_per_epoch = steps_per_epoch / config.gradient_accumulation
-    warmup = round(warmup_epochs(config) * updates_per_epoch)
+    warmup = round(warmup_epochs(config, steps_per_epoch) * updates_per_epoch)
     decay = max(1, round(config.epochs * updates_per_epoch) - warmup)
     return keras.optimizers.schedules.CosineDecay(
         0.0 if warmup else learning_rate,

@@ -272,7 +272,7 @@ class Session:
             compiled = model.compiled
             if not compiled:
                 optimizers.compile(model, source.spec, config, train.num_batches)
-                if (sentence := optimizers.scaling(config)) is not None:
+                if (sentence := optimizers.scaling(config, train.num_batches)) is not None:
                     self._show(sentence)
         if ":" in config.model or ":" in config.dataset:  # the user's own code
             self._warn_of_mistakes(model, source, compiled)

@@ -26,42 +26,8 @@ def metrics_of_language(spec: DataSpec) -> list[Any]:
     return [*metrics(spec), Perplexity(spec.ignored_class)]
 
 
-@keras.saving.register_keras_serializable("tfdist")
-class Accuracy(keras.metrics.Mean):
-    """The fraction of targets, except `ignored_class`, for which the target class has the largest logit.
-
-    Args:
-        ignored_class: the number of the class to ignore.
-        name: the name of the metric.
-        dtype: the dtype of its state.
-
-    Attributes:
-        additive: the state is a sum over the targets, so that the states of replicas can be added.
-    """
-
-    additive = True
-
-    def __init__(self, ignored_class: int, name: str = "accuracy", dtype: Any = None):
-        super().__init__(name=name, dtype=dtype)
-        self.ignored_class = ignored_class
-        self._direction = "up"  # used by Keras' callbacks that keep the best epoch
-
-    def update_state(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> Any:
-        """Adds class numbers `[B, ...]` and logits `[B, ..., classes]`."""
-        y_true = ops.cast(y_true, "int32")
-        correct = ops.cast(ops.equal(y_true, ops.cast(ops.argmax(y_pred, axis=-1), "int32")), self.dtype)
-        return super().update_state(correct, _weights(y_true, self.ignored_class, sample_weight, self.dtype))
-
-    def get_config(self) -> dict[str, Any]:
-        return super().get_config() | {"ignored_class": self.ignored_class}
-
-
-@keras.saving.register_keras_serializable("tfdist")
-class Perplexity(keras.metrics.Mean):
-    """The exponential of the mean cross-entropy, in nats, over all targets except `ignored_class`.
-
-    The mean is over the targets of all batches, so that a batch with fewer targets counts less; the loss of an epoch is
-    instead the mean of its batches' losses, weighted by their examples.
+class _OverTargets(keras.metrics.Mean):
+    """A mean over all targets except `ignored_class`, of any number of replicas.
 
     Args:
         ignored_class: the number of the class to ignore; `None` ignores none.
@@ -73,23 +39,56 @@ class Perplexity(keras.metrics.Mean):
     """
 
     additive = True
+    direction = "down"
 
-    def __init__(self, ignored_class: int | None = None, name: str = "perplexity", dtype: Any = None):
+    def __init__(self, ignored_class: int | None, name: str, dtype: Any = None):
         super().__init__(name=name, dtype=dtype)
         self.ignored_class = ignored_class
-        self._direction = "down"
+        self._direction = self.direction  # used by Keras' callbacks that keep the best epoch
 
     def update_state(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> Any:
         """Adds class numbers `[B, ...]` and logits `[B, ..., classes]`."""
         y_true = ops.cast(y_true, "int32")
         weights = _weights(y_true, self.ignored_class, sample_weight, self.dtype)
-        return super().update_state(_cross_entropies(y_true, y_pred, self.ignored_class), weights)
+        return super().update_state(self.of_targets(y_true, y_pred), weights)
 
-    def result(self) -> Any:
-        return ops.exp(super().result())
+    def of_targets(self, y_true: Any, y_pred: Any) -> Any:
+        """The value of each target, `[B, ...]`."""
+        raise NotImplementedError
 
     def get_config(self) -> dict[str, Any]:
         return super().get_config() | {"ignored_class": self.ignored_class}
+
+
+@keras.saving.register_keras_serializable("tfdist")
+class Accuracy(_OverTargets):
+    """The fraction of targets, except `ignored_class`, for which the target class has the largest logit."""
+
+    direction = "up"
+
+    def __init__(self, ignored_class: int | None, name: str = "accuracy", dtype: Any = None):
+        super().__init__(ignored_class, name, dtype)
+
+    def of_targets(self, y_true: Any, y_pred: Any) -> Any:
+        return ops.cast(ops.equal(y_true, ops.cast(ops.argmax(y_pred, axis=-1), "int32")), self.dtype)
+
+
+@keras.saving.register_keras_serializable("tfdist")
+class Perplexity(_OverTargets):
+    """The exponential of the mean cross-entropy, in nats, over all targets except `ignored_class`.
+
+    The mean is over the targets of all batches, so that a batch with fewer targets counts less; the loss of an epoch is
+    instead the mean of its batches' losses, weighted by their examples.
+    """
+
+    def __init__(self, ignored_class: int | None = None, name: str = "perplexity", dtype: Any = None):
+        super().__init__(ignored_class, name, dtype)
+
+    def of_targets(self, y_true: Any, y_pred: Any) -> Any:
+        return _cross_entropies(y_true, y_pred, self.ignored_class)
+
+    def result(self) -> Any:
+        return ops.exp(super().result())
 
 
 @keras.saving.register_keras_serializable("tfdist")

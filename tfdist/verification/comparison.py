@@ -363,15 +363,16 @@ class Watch(contextlib.AbstractContextManager[Any]):
     def _record_batch(self, data: Any) -> None:
         """Records the input and a sum over the replicas, so that their bugs are not attributed to the first layer."""
         parts = data if isinstance(data, tuple) and len(data) <= 3 else (data,)
-        counted_values = False
-        for name, part in zip(("x", "y", "sample_weight"), parts, strict=False):
-            for tensor in tree.flatten(part):
-                if isinstance(tensor, tf.Tensor) and (tensor.dtype.is_floating or tensor.dtype.is_integer):
-                    if not counted_values:
-                        ones = tf.cast(tf.equal(tensor, tensor), tf.float32)
-                        self._record("sum", name, None, tf.reduce_sum(ones))
-                        counted_values = True
-                    self._record("batch", name, None, tensor)
+        numbers = [
+            (name, tensor)
+            for name, part in zip(("x", "y", "sample_weight"), parts, strict=False)
+            for tensor in tree.flatten(part)
+            if isinstance(tensor, tf.Tensor) and (tensor.dtype.is_floating or tensor.dtype.is_integer)
+        ]
+        for name, tensor in numbers[:1]:
+            self._record("sum", name, None, tf.reduce_sum(tf.cast(tf.equal(tensor, tensor), tf.float32)))
+        for name, tensor in numbers:
+            self._record("batch", name, None, tensor)
 
     def _see(self, kind: str, of: Any, value: Any) -> Any:
         if not self._sees or not self.is_in_step:
