@@ -19,6 +19,7 @@ AT_THE_TOP = {
     "files",
     "redaction",
     "launch",
+    "machine",
     "memory",
     "notebook",
     "options",

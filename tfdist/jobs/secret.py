@@ -35,6 +35,7 @@ from typing import Literal
 
 from pydantic import BaseModel, Field, ValidationError
 
+from tfdist import machine
 from tfdist.errors import UsageError
 from tfdist.jobs.job_environment import SECRET, SECRET_FILE
 from tfdist.jobs.world import World
@@ -169,7 +170,7 @@ def _read(path: Path) -> bytes | None:
 def _of_user(environment: Mapping[str, str]) -> bytes:
     """A secret of this user on this host, which the first process creates; empty if there is no place for it."""
     with contextlib.suppress(OSError, RuntimeError):
-        folder = Path(environment.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tfdist"
+        folder = machine.cache_folder(environment)
         folder.mkdir(parents=True, exist_ok=True)
         path = folder / "secret"
         if not path.exists():

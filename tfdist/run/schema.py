@@ -17,14 +17,13 @@ import math
 import platform
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
-from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import psutil
 from pydantic import AfterValidator, AwareDatetime, BaseModel, BeforeValidator, ConfigDict, Field
 
 import tfdist
-from tfdist import redaction
+from tfdist import machine, redaction
 from tfdist.jobs.job_environment import cores
 
 SCHEMA_VERSION = 9
@@ -80,7 +79,7 @@ class Machine(_Part):
     def detect(cls, gpus: Sequence[str] = ()) -> Machine:
         """This machine; the caller passes the names of the GPUs, which only TensorFlow knows."""
         return cls(
-            cpu=_cpu_model(),
+            cpu=machine.processor(),
             cores=cores(),
             memory_bytes=psutil.virtual_memory().total,
             platform=platform.platform(),
@@ -308,12 +307,3 @@ def _installed_version(package: str) -> str | None:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
         return None
-
-
-def _cpu_model() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
-    except OSError:
-        lines = []
-    models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return models[0] if models else platform.processor() or platform.machine()
