@@ -86,10 +86,12 @@ class Small:
     Attributes:
         spec: the facts.
         options: for a small model whose replicas can equal one device.
+        learning_rate: of SGD, small enough for the loss to fall: a training that diverges amplifies each rounding.
     """
 
     spec: DataSpec
     options: dict[str, Any] = field(default_factory=dict)
+    learning_rate: float = 0.05
 
 
 SMALL = {
@@ -105,7 +107,9 @@ SMALL = {
     "convnext_tiny": Small(images(32, 32, 3), {"width": 0.0625}),
     "mobilenet_v3_small": Small(images(64, 64, 3), {"width": 0.125, "dropout": 0.0, "synchronized": True}),
     "efficientnet_b0": Small(
-        images(64, 64, 3), {"width": 0.125, "dropout": 0.0, "stochastic_depth": 0.0, "synchronized": True}
+        images(64, 64, 3),
+        {"width": 0.125, "dropout": 0.0, "stochastic_depth": 0.0, "synchronized": True},
+        learning_rate=0.002,
     ),
     "unet": Small(masks(20, 24), {"width": 0.0625, "dropout": 0.0}),
     "segnet": Small(masks(36, 32), {"width": 0.0625, "synchronized": True}),

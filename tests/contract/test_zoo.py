@@ -59,7 +59,7 @@ def train(case, policy, strategy, rounded_otherwise=False):
         model = with_float64_outputs(model) if policy == "float64" else model
         if rounded_otherwise:
             change_by(model, ROUNDING[policy])
-        tasks.compile(model, small.spec, keras.optimizers.SGD(0.05))
+        tasks.compile(model, small.spec, keras.optimizers.SGD(small.learning_rate))
     history = strategy.fit(model, x, y, epochs=2, shuffle=False, **options).history
     found = {"history": history, "weights": model.get_weights()}
     found["scores"] = strategy.evaluate(model, x, y, return_dict=True, **options)
@@ -120,7 +120,7 @@ def share_repeated(case):
     strategy = start(("custom", 2))
     with strategy.scope():
         model = models.build(zoo.name_of(case), small.spec, **small.options)
-        tasks.compile(model, small.spec, keras.optimizers.SGD(0.05))
+        tasks.compile(model, small.spec, keras.optimizers.SGD(small.learning_rate))
     strategy.fit(model, x, y, batch_size=zoo.STREAMS, verbose=0)
     return programs.cost(model).repeated_share
 
