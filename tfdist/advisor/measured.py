@@ -1,4 +1,4 @@
-"""The short measurements behind a prediction: steps at two batch sizes, and the links between processes.
+"""The short measurements behind a prediction: steps at two batch sizes, the stages of a pipeline, and links.
 
 The steps are those of `tfdist train --strategy single`. For N processes that share this machine, N runs take place at
 the same time, each on its share of the cores, so that the measurement includes how they slow each other down.
@@ -7,15 +7,17 @@ the same time, each on its share of the cores, so that the measurement includes 
 from __future__ import annotations
 
 import dataclasses
+import json
 import os
 import statistics
 import subprocess
-from collections.abc import Sequence
+import sys
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from tfdist import terminal
-from tfdist.advisor.costs import Compute, Link
+from tfdist.advisor.costs import MICRO_BATCHES, Compute, Link, Message, Stages
 from tfdist.doctor import child, links
 from tfdist.errors import UsageError
 from tfdist.run.folder import load_record
@@ -28,8 +30,11 @@ EPOCHS = 3
 # Enough steps to make the fixed cost of an epoch negligible, but few enough that an epoch of a large model ends soon.
 MAX_STEPS, MIN_STEPS, PROBE_STEPS, EPOCH_SECONDS = 250, 10, 10, 10.0
 MAX_RUN_SECONDS = 300.0
+# Steps per epoch of a short run, which shows whether a strategy can train a model, or how long an averaging takes.
+SHORT_STEPS = 2
 # Hops in an all-reduce of two processes.
 HOPS_OF_TWO = 2
+SETTINGS, RESULT = "settings.json", "result.json"  # of `tfdist.advisor.stages`
 
 
 @dataclass(frozen=True)
@@ -79,19 +84,64 @@ def link(strategy: str) -> Link | None:
     return Link(measurement.latency_microseconds / 1e6 / HOPS_OF_TWO, measurement.gigabytes_per_second * 1e9)
 
 
+def refusal(work: Work, strategy: str, folder: Path) -> str | None:
+    """Returns why two processes of `strategy` cannot train the model on this machine; `None` if they can."""
+    code = _short_run(work, strategy, 1, folder)
+    return None if code == 0 else _reason(folder, code)
+
+
 def averaging_seconds(work: Work, folder: Path) -> float | None:
     """Measures an averaging of two processes of `mpi_split` on this machine; `None` if they cannot run."""
-    options = {**work.options, "strategy": "mpi_split", "workers": 2, "batch_size": work.batch_size}
-    process = _start({**options, "limit": 2 * work.batch_size, "epochs": EPOCHS}, folder, work.cores)
-    try:
-        code = child.wait(process, MAX_RUN_SECONDS)
-    finally:
-        child.kill(process)
-    if code != 0:
+    if _short_run(work, "mpi_split", EPOCHS, folder) != 0:
         return None
     # Without the first epoch, which traces the graphs.
     seconds = [epoch.metrics.get("sync_seconds") for epoch in load_record(folder).epochs[1:]]
     return min((value for value in seconds if value is not None), default=None)
+
+
+def _short_run(work: Work, strategy: str, epochs: int, folder: Path) -> int | None:
+    """Trains a few steps in two processes; returns the exit code, or `None` if it took too long."""
+    options = {**work.options, "strategy": strategy, "workers": 2, "batch_size": work.batch_size}
+    process = _start({**options, "limit": SHORT_STEPS * work.batch_size, "epochs": epochs}, folder, work.cores)
+    try:
+        return child.wait(process, MAX_RUN_SECONDS)
+    finally:
+        child.kill(process)
+
+
+@dataclass(frozen=True)
+class Pipelines:
+    """The pipelines of a model.
+
+    Attributes:
+        stages: the stages, by their number.
+        refusals: why the model cannot be divided into a number of stages.
+        averaged_bytes: the bytes of weights and slots, which `mpi_split` averages.
+    """
+
+    stages: Mapping[int, Stages]
+    refusals: Mapping[int, str]
+    averaged_bytes: float
+
+
+def pipelines(work: Work, counts: Sequence[int], processes: int, folder: Path) -> Pipelines:
+    """Measures the stages of the model for each number of stages, while `processes` share this machine.
+
+    Raises:
+        UsageError: the measurement failed or took too long.
+    """
+    options = {name: str(value) if isinstance(value, Path) else value for name, value in work.options.items()}
+    settings = {"options": options, "batch_size": work.batch_size, "micro_batches": MICRO_BATCHES, "counts": counts}
+    folders = [folder / str(rank) for rank in range(processes)]
+    children = [_start_stages(settings, run, work.cores[rank::processes]) for rank, run in enumerate(folders)]
+    _wait_for_all(children, folders, "The stages of a pipeline")
+    found = json.loads((folders[0] / RESULT).read_text(encoding="utf-8"))
+    stages = {
+        int(count): Stages(**fields | {"messages": [Message(**message) for message in fields["messages"]]})
+        for count, fields in found["stages"].items()
+    }
+    refusals = {int(count): sentence for count, sentence in found["refusals"].items()}
+    return Pipelines(stages, refusals, found["averaged_bytes"])
 
 
 def run_side_by_side(work: Work, batch_size: int, processes: int, folder: Path) -> list[RunRecord]:
@@ -104,24 +154,54 @@ def run_side_by_side(work: Work, batch_size: int, processes: int, folder: Path) 
     limit = min(work.examples, work.steps * batch_size)
     options = {**work.options, "strategy": "single", "batch_size": batch_size, "limit": limit, "epochs": EPOCHS}
     children = [_start(options, run, work.cores[rank::processes]) for rank, run in enumerate(folders)]
+    _wait_for_all(children, folders, f"A step of {batch_size} examples")
+    return [load_record(run) for run in folders]
+
+
+def _wait_for_all(children: Sequence[subprocess.Popen[bytes]], folders: Sequence[Path], what: str) -> None:
+    """Waits for children; raises `UsageError`, which says `what` they measure, if one failed or took too long."""
     try:
         codes = [child.wait(process, MAX_RUN_SECONDS) for process in children]
     finally:
         for process in children:
             child.kill(process)
-    for run, code in zip(folders, codes, strict=True):
+    for folder, code in zip(folders, codes, strict=True):
         if code != 0:
-            output = (run / OUTPUT).read_text(encoding="utf-8", errors="replace")
-            reason = f"it took longer than {MAX_RUN_SECONDS:g} s" if code is None else terminal.cause(output)
             raise UsageError(
-                f"A step of {batch_size} examples could not be measured: {reason.removeprefix('error: ')}",
+                f"{what} could not be measured: {_reason(folder, code)}",
                 "check that `tfdist train --strategy single` runs with these options",
             )
-    return [load_record(run) for run in folders]
+
+
+def _reason(folder: Path, code: int | None) -> str:
+    """Why a run in `folder` failed, which took too long if it has no exit `code`."""
+    if code is None:
+        return f"it took longer than {MAX_RUN_SECONDS:g} s"
+    # The outputs of the processes, if there are several, and of the command.
+    paths = *sorted((folder / "output").glob("*.log")), folder / OUTPUT
+    causes = [terminal.cause(path.read_text(encoding="utf-8", errors="replace")) for path in paths]
+    return next((cause for cause in causes if cause.startswith("error: ")), causes[-1]).removeprefix("error: ")
 
 
 def _start(options: dict[str, object], folder: Path, cores: Sequence[int]) -> subprocess.Popen[bytes]:
     folder.mkdir(parents=True)
     process = start_training([*as_options(options), "--quiet", "--run-dir", str(folder)], folder)
+    os.sched_setaffinity(process.pid, cores)  # before TensorFlow counts them
+    return process
+
+
+def _start_stages(settings: dict[str, object], folder: Path, cores: Sequence[int]) -> subprocess.Popen[bytes]:
+    folder.mkdir(parents=True)
+    (folder / SETTINGS).write_text(json.dumps(settings), encoding="utf-8")
+    files = str(folder / SETTINGS), str(folder / RESULT)
+    with open(folder / OUTPUT, "wb") as output:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "tfdist.advisor.stages", *files],
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            env=child.environment({"TF_CPP_MIN_LOG_LEVEL": "3"}),
+            start_new_session=True,
+        )
     os.sched_setaffinity(process.pid, cores)  # before TensorFlow counts them
     return process
