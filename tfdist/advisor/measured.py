@@ -28,7 +28,7 @@ from tfdist.study.plan import as_options
 # Epochs per run; the first warms up.
 EPOCHS = 3
 # Enough steps to make the fixed cost of an epoch negligible, but few enough that an epoch of a large model ends soon.
-MAX_STEPS, MIN_STEPS, PROBE_STEPS, EPOCH_SECONDS = 250, 10, 10, 10.0
+MAX_STEPS, MIN_STEPS, PROBE_STEPS, EPOCH_SECONDS = 250, 10, 10, 5.0
 MAX_RUN_SECONDS = 300.0
 # Steps per epoch of a short run, which shows whether a strategy can train a model, or how long an averaging takes.
 SHORT_STEPS = 2
@@ -55,11 +55,11 @@ class Work:
     cores: tuple[int, ...]
     steps: int = PROBE_STEPS
 
-    def with_steps_for(self, folder: Path) -> Work:
-        """Returns the same work with enough steps for an epoch of about `EPOCH_SECONDS`, judged by a short run."""
+    def with_steps_for(self, folder: Path, epoch_seconds: float = EPOCH_SECONDS) -> Work:
+        """Returns the same work with enough steps for an epoch of about `epoch_seconds`, judged by a short run."""
         (record,) = run_side_by_side(self, self.batch_size, 1, folder / "probe")
-        seconds = record.epochs[-1].step_seconds or EPOCH_SECONDS
-        steps = min(max(MIN_STEPS, round(EPOCH_SECONDS / seconds)), MAX_STEPS)
+        seconds = record.epochs[-1].step_seconds or epoch_seconds
+        steps = min(max(MIN_STEPS, round(epoch_seconds / seconds)), MAX_STEPS)
         return dataclasses.replace(self, steps=steps)
 
 
