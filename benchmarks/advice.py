@@ -6,8 +6,7 @@
 Each round measures the inputs of the predictions (steps of two simultaneous processes, the link between them and, for
 `pipeline`, its stages) and then the jobs, so that other work on the machine affects both. A line shows the ratio of the
 measured to the predicted seconds per step, the mean over the rounds, whether it is within 1.15, and whether the median
-job is inside the interval that `tfdist advise` would print after these rounds. A model and a setting take two minutes on
-a quiet machine with the strategy `multiworker`.
+job is inside the interval that `tfdist advise` would print after these rounds.
 Example: `python -m benchmarks.advice --models cnn textcnn --settings compute --strategies multiworker pipeline`
 """
 
@@ -46,11 +45,12 @@ class Case:
     options: tuple[str, ...] = ()
 
 
+EXAMPLES = 10_000
 PICTURES, TEXT = ("shape=32,32,3",), ("task=text_classification",)
 CASES = {
-    "mlp": Case(4096, 8),
+    "mlp": Case(1024, 8),
     "cnn": Case(256, 4),
-    "lenet": Case(512, 4),
+    "lenet": Case(256, 4),
     "resnet20": Case(128, 2, PICTURES),
     "mobilenet_v3_small": Case(128, 2, PICTURES),
     "vgg11": Case(64, 2, PICTURES, ("width=0.25",)),
@@ -83,10 +83,12 @@ def main() -> None:
 def compare(model: str, setting: str, strategies: list[str], rounds: int) -> None:
     """Measures and predicts in turns, and prints a line per strategy."""
     case = CASES[model]
-    options = {"model": model, "dataset": "synthetic", "data_option": case.data, "model_option": case.options}
+    data = (*case.data, f"train={EXAMPLES}", "validation=100", "test=100")
+    options: dict[str, object] = {"model": model, "dataset": "synthetic"}
+    options |= {"data_option": data, "model_option": case.options}
     size = getattr(case, setting)
     with tempfile.TemporaryDirectory() as folder:
-        work = measured.Work(options, size, sys.maxsize, tuple(sorted(os.sched_getaffinity(0))))
+        work = measured.Work(options, size, EXAMPLES, tuple(sorted(os.sched_getaffinity(0))))
         work = work.with_steps_for(Path(folder), EPOCH_SECONDS)
         turns = []
         for number in range(rounds):
@@ -120,7 +122,7 @@ def predictions(work: measured.Work, strategies: list[str], folder: Path) -> dic
 
 def job(work: measured.Work, strategy: str, folder: Path) -> float:
     """Measures the seconds per step of a job of two processes."""
-    limit = min(work.steps * work.batch_size, 6000)  # the examples of the synthetic datasets
+    limit = min(work.steps * work.batch_size, work.examples)
     options = {"batch_size": work.batch_size, "limit": limit, "epochs": measured.EPOCHS, "run_dir": folder}
     command = [sys.executable, "-m", "tfdist.train", "--strategy", strategy, "--workers", "2", "--quiet"]
     subprocess.run([*command, *as_options({**work.options, **options})], check=True, stdout=subprocess.DEVNULL)

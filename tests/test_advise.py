@@ -72,7 +72,10 @@ def stages(forward, backward, messages=None, parameters=None, micro_batches=4):
     return Stages(forward, backward, parameters or [1] * count, messages, whole)
 
 
-def step(divided, link=Link(0.0, 1e30), rest=0.0, micro_batches=4):
+INSTANT = Link(0.0, 1e30)
+
+
+def step(divided, link=INSTANT, rest=0.0, micro_batches=4):
     return costs.pipeline(divided, divided.whole_seconds + rest, link, micro_batches)
 
 
