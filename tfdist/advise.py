@@ -85,6 +85,7 @@ LEFT_OUT = """The predictions leave out:
 - what a message costs the processors besides the latency and the time for its bytes
 - buffers of the network, which let a stage of a pipeline send before the next one receives
 - that `pipeline` measures the layers anew in each run, and may cut the model elsewhere
+- that a stage which waits leaves the memory bandwidth of a shared machine to the others
 - machines that differ from this one, and other work on the machines and the links"""
 
 

@@ -70,7 +70,6 @@ def measure(work: Work) -> dict[str, Any]:
     result["averaged_bytes"] = sum(math.prod(variable.shape) * variable.dtype.size for variable in floats)
     size = max(1, work.batch_size // work.micro_batches)
     costs: list[float] = []
-    whole_seconds = 0.0
     for count in work.counts:
         try:
             whole = plan.make(model, 1, None, "time", size, work.micro_batches)
@@ -81,8 +80,7 @@ def measure(work: Work) -> dict[str, Any]:
         except TfdistError as error:
             result["refusals"][count] = error.sentence
             continue
-        whole_seconds = whole_seconds or sum(_pass_seconds(whole, 0, work.batch_size))
-        result["stages"][count] = dataclasses.asdict(_measured(divided, size, whole_seconds))
+        result["stages"][count] = dataclasses.asdict(_measured(whole, work.batch_size, divided, size))
     return result
 
 
@@ -110,15 +108,22 @@ def _compiled(work: Work) -> Any:
     return model
 
 
-def _measured(made: Plan, batch_size: int, whole_seconds: float) -> Stages:
-    """Measures the stages of a plan with micro-batches of this size."""
-    count = len(made.begins)
-    passes = [_pass_seconds(made, stage, batch_size, adds=True) for stage in range(count)]
+def _measured(whole: Plan, batch_size: int, divided: Plan, size: int) -> Stages:
+    """Measures stages with micro-batches of `size`, and the undivided model with a global batch.
+
+    They take turns, so that other work on the machine affects all of them.
+    """
+    count = len(divided.begins)
+    passes = [_passes(whole, 0, batch_size, backward=True)]
+    passes += [_passes(divided, stage, size, backward=False) for stage in range(count)]
+    passes += [_passes(divided, stage, size, backward=True, adds=True) for stage in range(count)]
+    whole_seconds, *seconds = _seconds_in_turns(passes)
+    forward, both = seconds[:count], seconds[count:]
     return Stages(
-        forward_seconds=[forward for forward, _ in passes],
-        backward_seconds=[backward for _, backward in passes],
-        parameters=[made.parameters_of(stage) for stage in range(count)],
-        messages=messages(made, batch_size),
+        forward_seconds=forward,
+        backward_seconds=[max(0.0, all_ - first) for all_, first in zip(both, forward, strict=True)],
+        parameters=[divided.parameters_of(stage) for stage in range(count)],
+        messages=messages(divided, size),
         whole_seconds=whole_seconds,
     )
 
@@ -141,13 +146,6 @@ def messages(made: Plan, batch_size: int) -> list[Message]:
                 total[0] += sent
                 total[1] += sent if tf.as_dtype(tensor.dtype).is_floating else 0
     return [Message(source, target, *total) for (source, target), total in sorted(sizes.items())]
-
-
-def _pass_seconds(made: Plan, stage: int, batch_size: int, adds: bool = False) -> tuple[float, float]:
-    """Measures the forward and the backward pass of a stage, which `adds` its gradients to earlier ones."""
-    forward = _seconds(_passes(made, stage, batch_size, backward=False))
-    both = _seconds(_passes(made, stage, batch_size, backward=True, adds=adds))
-    return forward, max(0.0, both - forward)
 
 
 def _passes(
@@ -195,8 +193,18 @@ def _outputs(calls: Sequence[keras_stages.Call]) -> list[Any]:
     return [tensor for call in calls for tensor in call.outputs]
 
 
-def _seconds(passes: Callable[[], list[Any]]) -> float:
-    """Measures `passes` in a loop within a graph, as a training runs it; returns the median of a few timings."""
+def _seconds_in_turns(passes: Sequence[Callable[[], list[Any]]]) -> list[float]:
+    """Measures functions in loops within graphs, as a training runs them; returns the median timing of each."""
+    loops = [_loop(function) for function in passes]
+    for loop in loops:
+        _timed(loop, 1)  # the first run is slower
+    repeats = [min(max(1, round(RUN_SECONDS / _timed(loop, 1))), _MOST_REPEATS) for loop in loops]
+    turns = [[_timed(*loop) for loop in zip(loops, repeats, strict=True)] for _ in range(_TIMINGS)]
+    return [statistics.median(timings) for timings in zip(*turns, strict=True)]
+
+
+def _loop(passes: Callable[[], list[Any]]) -> Any:
+    """Returns a graph that runs `passes` a number of times, one after the other."""
 
     @tf.function(autograph=False)
     def loop(times: tf.Tensor) -> tf.Tensor:
@@ -208,14 +216,14 @@ def _seconds(passes: Callable[[], list[Any]]) -> float:
 
         return tf.while_loop(lambda index, _: index < times, body, [0, 0.0], parallel_iterations=1)[1]
 
-    def timed(times: int) -> float:
-        began = time.perf_counter()
-        loop(tf.constant(times)).numpy()
-        return (time.perf_counter() - began) / times
+    return loop.get_concrete_function(tf.TensorSpec([], tf.int32))
 
-    timed(1)  # traces the graph
-    repeats = min(max(1, round(RUN_SECONDS / timed(1))), _MOST_REPEATS)
-    return statistics.median(timed(repeats) for _ in range(_TIMINGS))
+
+def _timed(loop: Any, times: int) -> float:
+    """Returns the seconds of one run in a loop."""
+    began = time.perf_counter()
+    loop(tf.constant(times)).numpy()
+    return (time.perf_counter() - began) / times
 
 
 def main(work: str, result: str) -> None:
