@@ -25,6 +25,11 @@ def test_a_figure_is_measured_once_per_machine_and_again_for_other_facts(cache, 
     assert len(list(cache.glob("speed-*.json"))) == 3
 
 
+def test_of_a_peak_the_highest_that_was_ever_measured_counts(cache):
+    values = iter([3.0, 2.0, 4.0, 1.0])
+    assert [machine.highest("peak", lambda: next(values)) for _ in range(4)] == [3.0, 3.0, 4.0, 4.0]
+
+
 @pytest.mark.parametrize("content", ["", "{}", '{"value": null}', '{"value": "fast"}', '{"value": NaN}', "[" * 9000])
 def test_a_file_that_holds_no_figure_is_replaced(cache, content):
     machine.figure("speed", lambda: 1.0)

@@ -140,12 +140,12 @@ class TestLoad:
         with pytest.raises(RunFolderError, match=r"no readable `run\.json`.*No such file"):
             load_record(tmp_path)
 
-    @pytest.mark.parametrize("version", [10, 11])
+    @pytest.mark.parametrize("version", [11, 12])
     def test_a_newer_schema_is_refused_by_its_version(self, folder, version):
         folder.write(schema.example())
         written = json.loads(folder.run_json.read_text()) | {"schema_version": version, "new_field": 1}
         folder.run_json.write_text(json.dumps(written))
-        with pytest.raises(RunFolderError, match=f"schema version {version}.*up to 9") as error:
+        with pytest.raises(RunFolderError, match=f"schema version {version}.*up to 10") as error:
             load_record(folder.path)
         assert "upgrade" in error.value.hint
 

@@ -351,8 +351,8 @@ def test_a_run_leaves_a_whole_folder_that_stock_keras_can_load(tmp_path, monkeyp
     assert done.stderr == ""
     lines = done.stdout.splitlines()
     assert lines[0].startswith("No GPU found: `custom` uses 1 CPU device")
-    rows = ["test", "test", "examples/s", "training", "peak", "files", "load", "input"]
-    assert [line.split()[0] for line in lines[-8:]] == rows
+    rows = ["test", "test", "examples/s", "training", "peak", "computation", "files", "load", "input"]
+    assert [line.split()[0] for line in lines[-9:]] == rows
     assert lines[-1].split(maxsplit=1)[1] == "float32 [N, 28, 28, 1]; pixels from 0 to 1 (bytes divided by 255)"
     folder = tmp_path / "r"
     expected = {"run.json", "history.csv", "curves.png", "log.txt", "model.keras", "checkpoints", "tensorboard"}
@@ -364,7 +364,7 @@ def test_a_run_leaves_a_whole_folder_that_stock_keras_can_load(tmp_path, monkeyp
     assert found.command[:3] == ["tfdist", "train", "--strategy"]
     assert found.typed == [f"{sys.executable} -m tfdist.train {shlex.join(found.command[2:])}"]
     said = (folder / "log.txt").read_text()
-    for line in [lines[0], "Epoch 2/2", *lines[-8:]]:
+    for line in [lines[0], "Epoch 2/2", *lines[-9:]]:
         assert line in said.splitlines()
     assert "\x1b" not in said and "\b" not in said
     monkeypatch.chdir(tmp_path)

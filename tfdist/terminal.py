@@ -110,6 +110,15 @@ def counted(number: int, thing: str) -> str:
     return f"{number:,} {thing}" if number == 1 else f"{number:,} {thing}s"
 
 
+def flops(number: float) -> str:
+    """A number of FLOPs with three digits and a prefix: `1.23 GFLOPs`."""
+    power = min(max(0, (len(str(int(number))) - 1) // 3), len(_PREFIXES) - 1)
+    return f"{number / 1000**power:.3g} {_PREFIXES[power]}FLOPs"
+
+
+_PREFIXES = ("", "K", "M", "G", "T", "P", "E")
+
+
 def cause(output: str) -> str:
     """The most informative line in the output of a failed command; empty if there is no output."""
     lines = [line for line in output.splitlines() if line.strip()] or [""]

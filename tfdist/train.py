@@ -49,7 +49,7 @@ from tfdist.run import recipes, resuming
 if TYPE_CHECKING:
     from tfdist.run.config import TrainConfig
     from tfdist.run.folder import RunFolder
-    from tfdist.run.schema import RunRecord
+    from tfdist.run.schema import RunRecord, UtilizationRecord
     from tfdist.run.session import Session
 
 EXIT_UNEXPECTED = 1
@@ -548,7 +548,17 @@ def _result_rows(record: RunRecord, folder: RunFolder) -> list[tuple[str, str]]:
         rows.append((f"time to {goal}", "not reached" if reached is None else f"{reached:.1f} s"))
     if record.peak_memory_bytes:
         rows.append(("peak memory", f"{record.peak_memory_bytes / 2**20:,.0f} MiB"))
+    if record.utilization is not None and record.utilization.flops_per_second is not None:
+        rows.append(("computation", _computation(record.utilization)))
     return [*rows, ("files", str(folder.path))]
+
+
+def _computation(utilization: UtilizationRecord) -> str:
+    """The FLOPs of a step and of a second, and their share of the machine's peak."""
+    text = (
+        f"{terminal.flops(utilization.flops_per_step)} per step, {terminal.flops(utilization.flops_per_second or 0)}/s"
+    )
+    return text if utilization.mfu is None else f"{text}: {utilization.mfu:.1%} of the measured peak (MFU)"
 
 
 def _run(session: Session) -> RunRecord | None:

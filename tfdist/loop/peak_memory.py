@@ -14,15 +14,10 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfdist.data.input.division import Division
-from tfdist.data.input.feed import Batches
-from tfdist.interface.program import Steps
 from tfdist.internals import keras as keras_internals
-from tfdist.internals import tensorflow as tensorflow_internals
 from tfdist.internals import tensorflow_graphs as graphs
 from tfdist.internals.keras import tf_variable
-from tfdist.loop import building
-from tfdist.loop.inner_loop import StepProgram
+from tfdist.loop import traced_step
 from tfdist.loop.recomputation import UNKNOWN_LENGTH, Key, key
 
 # The overhead of a CPU process relative to the peak: the allocator keeps freed blocks and cannot reuse all of them.
@@ -57,17 +52,6 @@ class Estimate:
         return self.weights + self.slots + self.gradients + self.activations + self.allocator
 
 
-class _OneBatch(Batches):
-    """Batches of a fixed size, which are never fetched."""
-
-    def __init__(self, spec: Any, batch_size: int):
-        self.spec, self.batch_size = spec, batch_size
-
-    def part(self, state: Any, batch: Any, index: int, division: Division) -> tuple[Any, float]:
-        del state, batch, index, division
-        return tensorflow_internals.placeholders(self.spec), 1.0
-
-
 def of_training(strategy: Any, model: Any, batch_size: int, spec: Any) -> Estimate:
     """Estimates the memory of a training step of `model`.
 
@@ -77,18 +61,7 @@ def of_training(strategy: Any, model: Any, batch_size: int, spec: Any) -> Estima
         batch_size: the number of examples per step.
         spec: the `tf.TensorSpec`s of a batch.
     """
-
-    def with_lengths(tensor: tf.TensorSpec) -> tf.TensorSpec:
-        lengths = [UNKNOWN_LENGTH if length is None else length for length in tensor.shape[1:]]
-        return tf.TensorSpec([batch_size, *lengths], tensor.dtype)
-
-    spec = tf.nest.map_structure(with_lengths, spec)
-    building.build(strategy, model, "train", spec)
-    program = StepProgram(strategy, Steps(model, "train", _OneBatch(spec, batch_size)))
-    with tensorflow_internals.scratch_graph(strategy.scope):
-        begin = tf.constant(0)
-        program._step(None, None)
-        operations = begin.graph.get_operations()
+    operations = traced_step.operations(strategy, model, batch_size, spec, UNKNOWN_LENGTH)
     weights = _bytes(model.variables)
     slots = _bytes([v for optimizer in keras_internals.optimizers(model) for v in optimizer.variables])
     gradients = _bytes(model.trainable_variables)

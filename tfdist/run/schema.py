@@ -26,7 +26,7 @@ import tfdist
 from tfdist import machine, redaction
 from tfdist.jobs.job_environment import cores
 
-SCHEMA_VERSION = 9
+SCHEMA_VERSION = 10
 
 
 def _finite_or_none(value: Any) -> Any:
@@ -159,6 +159,15 @@ class PartitionRecord(_Part):
     reduced_bytes: int
 
 
+class UtilizationRecord(_Part):
+    """The computation of the steps, and its share of the machine's peak; see `tfdist.run.utilization`."""
+
+    flops_per_step: int
+    flops_per_second: Number = None
+    peak_flops_per_second: Number = None
+    mfu: Number = None
+
+
 class DatasetRecord(_Part):
     """The dataset."""
 
@@ -278,6 +287,7 @@ class RunRecord(_Part):
     processes: list[ProcessRecord] = []
     breakdown: BreakdownRecord | None = None
     partition: PartitionRecord | None = None
+    utilization: UtilizationRecord | None = None
     time_to_target: TargetRecord | None = None
     test_metrics: dict[str, Number] | None = None
     files: dict[str, str] = {}

@@ -35,7 +35,7 @@ from tfdist.internals import keras as keras_internals
 from tfdist.internals.tensorflow import runtime_started
 from tfdist.jobs import consensus
 from tfdist.profiling import trace
-from tfdist.run import evaluator, optimizers, recorder, schema, trackers
+from tfdist.run import evaluator, optimizers, recorder, schema, trackers, utilization
 from tfdist.run.config import TrainConfig
 from tfdist.run.folder import RunFolder, load_record, optional, writing
 from tfdist.run.recorder import Recorder, begin_record
@@ -204,6 +204,8 @@ class Session:
         self._show_task(model, source, strategy)
         if self._profile is not None and self._profile.traced and strategy.world.is_chief:
             self._write_profile()
+        if strategy.world.is_chief:
+            self._record_utilization(source, strategy)
         if model.stop_training:
             self.close("stopped", f"validation accuracy reached {config.target_accuracy}")
         else:
@@ -211,6 +213,14 @@ class Session:
         if self._profile is not None and self._profile.untraced is not None:
             raise UsageError(self._profile.untraced, "profile earlier steps in a new run with `--profile`")
         return self.record
+
+    def _record_utilization(self, source: data.Source, strategy: Any) -> None:
+        assert self.record is not None
+        self.record.peak_memory_bytes = memory.peak_resident_bytes()  # of the run, without what is traced here
+        try:
+            self.record.utilization = utilization.of_run(self.record, self.config, self.model_options, source, strategy)
+        except Exception as error:  # the user's code that builds the model; the training has ended well
+            self._warn(f"The FLOPs of a step are not counted, since building the model again failed: {error}")
 
     def evaluate_checkpoints(self) -> None:
         """Evaluates the checkpoints of a training that runs in other processes, until it has ended.
@@ -302,7 +312,8 @@ class Session:
         if self.record is None:
             return
         self.record.status, self.record.reason = status, reason
-        self.record.peak_memory_bytes = memory.peak_resident_bytes()
+        if self.record.utilization is None:
+            self.record.peak_memory_bytes = memory.peak_resident_bytes()
         self.record.peak_gpu_memory_bytes = memory.peak_gpu_bytes()
         self.record.files = self._files()
         self.write_record()

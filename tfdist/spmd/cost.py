@@ -84,8 +84,13 @@ def estimated_flops(operation: tf.Operation, inputs: Shapes, outputs: Shapes) ->
         return 0
     if operation.type in _REDUCTIONS:
         return _elements(inputs[0])
+    return flops_of_product(operation, inputs, outputs) or _elements(outputs[0])
+
+
+def flops_of_product(operation: tf.Operation, inputs: Shapes, outputs: Shapes) -> int:
+    """The FLOPs of a matrix product or a convolution, and 0 for other operations; an unknown length counts as 1."""
     product = next((count for prefix, count in _PRODUCTS.items() if operation.type.startswith(prefix)), None)
-    return _elements(outputs[0]) if product is None else 2 * product(operation, inputs, outputs)
+    return 0 if product is None else 2 * product(operation, inputs, outputs)
 
 
 def _matmul(operation: tf.Operation, inputs: Shapes, outputs: Shapes, transposed: str) -> int:
@@ -108,7 +113,9 @@ def _convolution(operation: tf.Operation, inputs: Shapes, outputs: Shapes) -> in
     kernel = outputs[0] if backward and "Filter" in operation.type else inputs[1]
     if kernel.rank is None:
         return _elements(result)
-    return _elements(result) * math.prod(length or 1 for length in kernel[:-1])
+    # The filters of a depthwise convolution, [height, width, channels, multiplier], each see one channel.
+    summed = kernel[:-2] if operation.type.startswith("Depthwise") else kernel[:-1]
+    return _elements(result) * math.prod(length or 1 for length in summed)
 
 
 _PRODUCTS: dict[str, Callable[[tf.Operation, Shapes, Shapes], int]] = {

@@ -94,6 +94,9 @@ class Row:
     )
     # The largest allocation on a GPU.
     peak_gpu_memory_bytes = MedianOf(lambda run: run.record.peak_gpu_memory_bytes if run.record else None)
+    # The FLOPs of a step on one device, and the share of the machine's peak that the run reached.
+    flops_per_step = MedianOf(lambda run: run.utilization.flops_per_step if run.utilization else None)
+    mfu = MedianOf(lambda run: run.utilization.mfu if run.utilization else None)
     # After the last epoch: training loss, validation accuracy (0 to 1), and the mean staleness of parameter servers.
     loss = MedianOf(lambda run: run.last("loss"))
     accuracy = MedianOf(lambda run: run.last("val_accuracy"))

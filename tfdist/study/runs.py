@@ -16,7 +16,7 @@ from pydantic import ValidationError
 from tfdist import files, terminal
 from tfdist.errors import RunFolderError
 from tfdist.run.folder import load_record
-from tfdist.run.schema import EpochRecord, RunRecord
+from tfdist.run.schema import EpochRecord, RunRecord, UtilizationRecord
 from tfdist.study.measure import MEASURED, MOST_MEASURED_BYTES, Measured
 from tfdist.study.plan import Case, Cell
 
@@ -122,6 +122,11 @@ class Run:
         """Wall time from the first access to data to the end of that epoch, with evaluation (MLPerf's clock)."""
         target = self.epochs_to_target
         return next((epoch.elapsed_seconds for epoch in self.epochs if epoch.epoch == target), None)
+
+    @property
+    def utilization(self) -> UtilizationRecord | None:
+        """The computation of its steps; `None` if it is not known."""
+        return None if self.record is None else self.record.utilization
 
     def last(self, metric: str) -> float | None:
         """Returns a metric of the last epoch."""

@@ -64,6 +64,8 @@ _RESOURCES: Columns = {
     "GPU memory, MiB": lambda row: mebibytes(row.peak_gpu_memory_bytes),
     "GPU memory in use, MiB": lambda row: mebibytes(row.gpu_memory_in_use_bytes),
     "GPUs busy": lambda row: "" if row.gpus_busy is None else f"{row.gpus_busy:.2f}",
+    "GFLOPs per step": lambda row: "" if row.flops_per_step is None else f"{row.flops_per_step / 1e9:.3g}",
+    "MFU": lambda row: percent(row.mfu),
     "CPU time, s": lambda row: seconds(row.cpu_seconds),
     "sent per step, KiB": lambda row: "" if (sent := row.network_bytes_per_step) is None else f"{sent / 2**10:,.0f}",
     "step: compute, communication, input, waiting": lambda row: " ".join(map(percent, row.breakdown.values())),
