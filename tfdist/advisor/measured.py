@@ -85,8 +85,11 @@ def link(strategy: str) -> Link | None:
 
 
 def refusal(work: Work, strategy: str, folder: Path) -> str | None:
-    """Returns why two processes of `strategy` cannot train the model on this machine; `None` if they can."""
-    code = _short_run(work, strategy, 1, folder)
+    """Returns why two processes of `strategy` cannot train the model on this machine; `None` if they can.
+
+    They train on its CPU, because two processes may have to share one GPU.
+    """
+    code = _short_run(work, strategy, 1, folder, os.environ | {"CUDA_VISIBLE_DEVICES": "-1"})
     return None if code == 0 else _reason(folder, code)
 
 
@@ -99,10 +102,13 @@ def averaging_seconds(work: Work, folder: Path) -> float | None:
     return min((value for value in seconds if value is not None), default=None)
 
 
-def _short_run(work: Work, strategy: str, epochs: int, folder: Path) -> int | None:
+def _short_run(
+    work: Work, strategy: str, epochs: int, folder: Path, environment: Mapping[str, str] | None = None
+) -> int | None:
     """Trains a few steps in two processes; returns the exit code, or `None` if it took too long."""
     options = {**work.options, "strategy": strategy, "workers": 2, "batch_size": work.batch_size}
-    process = _start({**options, "limit": SHORT_STEPS * work.batch_size, "epochs": epochs}, folder, work.cores)
+    options |= {"limit": SHORT_STEPS * work.batch_size, "epochs": epochs}
+    process = _start(options, folder, work.cores, environment)
     try:
         return child.wait(process, MAX_RUN_SECONDS)
     finally:
@@ -183,9 +189,11 @@ def _reason(folder: Path, code: int | None) -> str:
     return next((cause for cause in causes if cause.startswith("error: ")), causes[-1]).removeprefix("error: ")
 
 
-def _start(options: dict[str, object], folder: Path, cores: Sequence[int]) -> subprocess.Popen[bytes]:
+def _start(
+    options: dict[str, object], folder: Path, cores: Sequence[int], environment: Mapping[str, str] | None = None
+) -> subprocess.Popen[bytes]:
     folder.mkdir(parents=True)
-    process = start_training([*as_options(options), "--quiet", "--run-dir", str(folder)], folder)
+    process = start_training([*as_options(options), "--quiet", "--run-dir", str(folder)], folder, environment)
     os.sched_setaffinity(process.pid, cores)  # before TensorFlow counts them
     return process
 
