@@ -115,7 +115,7 @@ def predictions(work: measured.Work, strategies: list[str], folder: Path) -> dic
     if "pipeline" in strategies and work.batch_size >= costs.MICRO_BATCHES:
         stages = measured.pipelines(work, [2], 2, folder / "stages").stages.get(2)
         if stages is not None:
-            step_seconds = compute.seconds(work.batch_size)
+            step_seconds = measured.micro_batched_seconds(work, 2, folder)
             seconds["pipeline"] = costs.pipeline(stages, step_seconds, link, costs.MICRO_BATCHES)
     return seconds
 

@@ -65,19 +65,19 @@ def test_servers_are_bound_by_their_link():
     assert 1024 / rates(FAST)["parameter_server on 4"] == pytest.approx(0.1044 / 4)
 
 
-def stages(forward, backward, messages=None, parameters=None, micro_batches=4):
+def stages(forward, backward, messages=None, parameters=None):
     """Stages that send one byte to the next one and back, unless `messages` are given."""
     count = len(forward)
     messages = messages or [Message(stage, stage + 1, 1.0, 1.0) for stage in range(count - 1)]
-    whole = micro_batches * (sum(forward) + sum(backward))
-    return Stages(forward, backward, parameters or [1] * count, messages, whole)
+    return Stages(forward, backward, parameters or [1] * count, messages)
 
 
 INSTANT = Link(0.0, 1e30)
 
 
 def step(divided, link=INSTANT, rest=0.0, micro_batches=4):
-    return costs.pipeline(divided, divided.whole_seconds + rest, link, micro_batches)
+    passes = micro_batches * (sum(divided.forward_seconds) + sum(divided.backward_seconds))
+    return costs.pipeline(divided, passes + rest, link, micro_batches)
 
 
 def test_even_stages_of_a_pipeline_wait_for_the_bubble():
@@ -100,7 +100,7 @@ def test_an_uneven_pipeline_takes_as_long_as_its_slowest_stage_and_the_way_to_it
 def test_a_cut_costs_the_time_of_its_bytes_each_way_and_the_latency():
     gigabit = Link(latency_seconds=50e-6, bytes_per_second=1.25e8)
     # 2.5 MB take 20 ms. One micro-batch: forward, send, forward, backward, send, backward.
-    one = stages([0.01, 0.01], [0.02, 0.02], [Message(0, 1, 2.5e6, 2.5e6)], micro_batches=1)
+    one = stages([0.01, 0.01], [0.02, 0.02], [Message(0, 1, 2.5e6, 2.5e6)])
     assert step(one, gigabit, micro_batches=1) == pytest.approx(0.06 + 2 * (0.02 + 50e-6))
     # Four: stage 0 computes and sends for 4 · 30 ms, and stage 1 ends 10 ms after the last message. Back, stage 1
     # computes and sends for 4 · 40 ms, and stage 0 ends 20 ms after the last message.
@@ -110,7 +110,7 @@ def test_a_cut_costs_the_time_of_its_bytes_each_way_and_the_latency():
 
 def test_a_message_may_skip_a_stage_and_integers_have_no_gradients():
     link = Link(0.0, 1.0)
-    skipping = stages([1.0] * 3, [1.0] * 3, [Message(0, 2, 5.0, 0.0)], micro_batches=1)
+    skipping = stages([1.0] * 3, [1.0] * 3, [Message(0, 2, 5.0, 0.0)])
     # Stage 0 computes until 1, sends until 6, and waits for no gradient: it ends its step at 7.
     assert step(skipping, link, micro_batches=1) == pytest.approx(7.0)
 
@@ -131,8 +131,12 @@ def test_the_predicted_order_is_that_of_the_schedule():
 
 
 def test_only_numbers_of_stages_that_were_measured_are_predicted():
-    known = dataclasses.replace(facts(FAST), links={"pipeline": FAST}, stages={2: stages([1.0, 1.0], [2.0, 2.0])})
-    assert {one.name for one in costs.predict(known, [2, 4])} == {"single", "pipeline on 2"}
+    even = {2: stages([1.0, 1.0], [2.0, 2.0])}
+    known = dataclasses.replace(
+        facts(FAST), links={"pipeline": FAST}, stages=even, micro_batched_seconds={1: 24.0, 2: 99.0}
+    )
+    found = {one.name: one.examples_per_second for one in costs.predict(known, [2, 4])}
+    assert set(found) == {"single", "pipeline on 2"} and 1024 / found["pipeline on 2"] == pytest.approx(15.0)
 
 
 def test_processes_of_one_machine_have_the_cost_that_was_measured_together():

@@ -125,14 +125,12 @@ class Stages:
         backward_seconds: the time of its backward pass, which adds the gradients to those of earlier micro-batches.
         parameters: the number of parameters, by stage.
         messages: the tensors between stages.
-        whole_seconds: the time of both passes of a global batch through the undivided model.
     """
 
     forward_seconds: Sequence[float]
     backward_seconds: Sequence[float]
     parameters: Sequence[float]
     messages: Sequence[Message]
-    whole_seconds: float
 
 
 def pipeline(stages: Stages, step_seconds: float, link: Link, micro_batches: int) -> float:
@@ -142,18 +140,19 @@ def pipeline(stages: Stages, step_seconds: float, link: Link, micro_batches: int
     weights. A pass begins once the stage is free and its messages have arrived. A stage sends before it computes
     further, for bytes / bandwidth, and a message arrives after the latency.
 
-    The passes were measured on their own, and a step of one device in a training. What the step takes in addition, such
-    as the update, is divided among the stages by their parameters; if it takes less than the passes, they are scaled
+    The passes were measured on their own, and the step of one device in a training. What the step takes besides all
+    passes, such as the update, is divided among the stages by their parameters; if it takes less, the passes are scaled
     down.
 
     Args:
         stages: the stages.
-        step_seconds: the time of a step of one device with the global batch.
+        step_seconds: the time of a step of one device, which computes the same micro-batches through all stages.
         link: the link between two stages.
         micro_batches: the number of micro-batches.
     """
-    scale = min(1.0, step_seconds / stages.whole_seconds)
-    rest_seconds = max(0.0, step_seconds - stages.whole_seconds)
+    all_seconds = micro_batches * (sum(stages.forward_seconds) + sum(stages.backward_seconds))
+    scale = min(1.0, step_seconds / all_seconds)
+    rest_seconds = max(0.0, step_seconds - all_seconds)
     count, parameters = len(stages.parameters), max(1.0, sum(stages.parameters))
     forward, backward = _sent(stages.messages)
     passes = (
@@ -224,6 +223,8 @@ class Facts:
         machines: whether each worker has its own machine.
         averaged_bytes: bytes of the weights and slots that `mpi_split` averages.
         copy_seconds: see `averaging`.
+        micro_batched_seconds: the time of a step of one device in `MICRO_BATCHES` micro-batches, by the number of
+            processes that share the machine, as `compute`.
         stages: the stages of the model, by their number.
     """
 
@@ -235,6 +236,7 @@ class Facts:
     machines: bool
     averaged_bytes: float = 0.0
     copy_seconds: float = 0.0
+    micro_batched_seconds: Mapping[int, float] = field(default_factory=dict)
     stages: Mapping[int, Stages] = field(default_factory=dict)
 
 
@@ -270,7 +272,8 @@ def combined(rounds: Sequence[Sequence[Prediction]]) -> list[Prediction]:
 
 def _step_seconds(facts: Facts, workers: int) -> dict[str, float]:
     """The seconds per global batch, by strategy."""
-    compute, size = facts.compute[1 if facts.machines else workers], facts.batch_size
+    sharing = 1 if facts.machines else workers
+    compute, size = facts.compute[sharing], facts.batch_size
     seconds = {}
     for name, link in facts.links.items():
         if name == "mpi_split":
@@ -281,7 +284,7 @@ def _step_seconds(facts: Facts, workers: int) -> dict[str, float]:
         elif name != "pipeline":
             seconds[name] = collective(compute, link, facts.bytes, size, workers)
         elif workers in facts.stages:
-            seconds[name] = pipeline(facts.stages[workers], compute.seconds(size), link, MICRO_BATCHES)
+            seconds[name] = pipeline(facts.stages[workers], facts.micro_batched_seconds[sharing], link, MICRO_BATCHES)
     return seconds
 
 

@@ -71,9 +71,22 @@ def compute(work: Work, processes: int, folder: Path) -> tuple[Compute, RunRecor
     points = []
     for size in sizes:
         records = run_side_by_side(work, size, processes, folder / f"{processes}-{size}")
-        seconds = [epoch.step_seconds for record in records for epoch in record.epochs[1:] if epoch.step_seconds]
-        points.append((size, statistics.median(seconds)))
+        points.append((size, _median_step_seconds(records)))
     return Compute.through(*points), records[0]
+
+
+def micro_batched_seconds(work: Work, processes: int, folder: Path) -> float:
+    """Measures a step of one device in micro-batches, with `processes` on this machine."""
+    strategy = {"strategy": "pipeline", "devices": 1, "strategy_option": f"micro_batches={MICRO_BATCHES}"}
+    records = run_side_by_side(work, work.batch_size, processes, folder / f"{processes}-micro-batched", strategy)
+    return _median_step_seconds(records)
+
+
+def _median_step_seconds(records: Sequence[RunRecord]) -> float:
+    """The median over the epochs of all runs, without the first epoch of each, which warms up."""
+    return statistics.median(
+        epoch.step_seconds for record in records for epoch in record.epochs[1:] if epoch.step_seconds
+    )
 
 
 def link(strategy: str) -> Link | None:
@@ -150,15 +163,27 @@ def pipelines(work: Work, counts: Sequence[int], processes: int, folder: Path) -
     return Pipelines(stages, refusals, found["averaged_bytes"])
 
 
-def run_side_by_side(work: Work, batch_size: int, processes: int, folder: Path) -> list[RunRecord]:
-    """Runs `processes` trainings of `single` at the same time, each on its share of the cores; returns their records.
+SINGLE: Mapping[str, object] = {"strategy": "single"}
+
+
+def run_side_by_side(
+    work: Work, batch_size: int, processes: int, folder: Path, strategy: Mapping[str, object] = SINGLE
+) -> list[RunRecord]:
+    """Runs `processes` trainings at the same time, each on its share of the cores; returns their records.
+
+    Args:
+        work: the training.
+        batch_size: the batch size of each training.
+        processes: the number of trainings.
+        folder: the folder for the runs.
+        strategy: the options of `tfdist train` that select the strategy, which trains in one process.
 
     Raises:
         UsageError: a training failed or took too long.
     """
     folders = [folder / str(rank) for rank in range(processes)]
     limit = min(work.examples, work.steps * batch_size)
-    options = {**work.options, "strategy": "single", "batch_size": batch_size, "limit": limit, "epochs": EPOCHS}
+    options = {**work.options, **strategy, "batch_size": batch_size, "limit": limit, "epochs": EPOCHS}
     children = [_start(options, run, work.cores[rank::processes]) for rank, run in enumerate(folders)]
     _wait_for_all(children, folders, f"A step of {batch_size} examples")
     return [load_record(run) for run in folders]

@@ -64,11 +64,13 @@ def _round(
     work: measured.Work, counts: Sequence[int], names: Sequence[str], described: Link | None, folder: Path
 ) -> tuple[Facts, dict[int, str]]:
     """Measures the inputs once; also returns why the model cannot be divided into numbers of stages."""
-    compute = {}
+    compute, micro_batched_seconds = {}, {}
     for count in [1] if described else sorted({1, *counts}):
         processes = "one process" if count == 1 else f"{count} simultaneous processes"
         terminal.say(f"Measuring steps of {processes} ...")
         compute[count], record = measured.compute(work, count, folder)
+        if "pipeline" in names and (count > 1 or described):
+            micro_batched_seconds[count] = measured.micro_batched_seconds(work, count, folder)
     terminal.say("Measuring the bytes of weights and slots, and the stages of a pipeline ...")
     stages = [count for count in counts if count > 1] if "pipeline" in names else []
     sharing = stages[0] if stages and described is None else 1
@@ -81,6 +83,7 @@ def _round(
         links=_links(names) if described is None else dict.fromkeys(names, described),
         machines=described is not None,
         averaged_bytes=pipelines.averaged_bytes,
+        micro_batched_seconds=micro_batched_seconds,
         stages=pipelines.stages,
     )
     return facts, dict(pipelines.refusals)

@@ -80,7 +80,7 @@ def measure(work: Work) -> dict[str, Any]:
         except TfdistError as error:
             result["refusals"][count] = error.sentence
             continue
-        result["stages"][count] = dataclasses.asdict(_measured(whole, work.batch_size, divided, size))
+        result["stages"][count] = dataclasses.asdict(_measured(divided, size))
     return result
 
 
@@ -108,23 +108,17 @@ def _compiled(work: Work) -> Any:
     return model
 
 
-def _measured(whole: Plan, batch_size: int, divided: Plan, size: int) -> Stages:
-    """Measures stages with micro-batches of `size`, and the undivided model with a global batch.
-
-    They take turns, so that other work on the machine affects all of them.
-    """
-    count = len(divided.begins)
-    passes = [_passes(whole, 0, batch_size, backward=True)]
-    passes += [_passes(divided, stage, size, backward=False) for stage in range(count)]
-    passes += [_passes(divided, stage, size, backward=True, adds=True) for stage in range(count)]
-    whole_seconds, *seconds = _seconds_in_turns(passes)
+def _measured(made: Plan, size: int) -> Stages:
+    """Measures stages with micro-batches of `size`, in turns, so that other work on the machine affects all of them."""
+    count = len(made.begins)
+    passes = [_passes(made, stage, size, backward) for backward in (False, True) for stage in range(count)]
+    seconds = _seconds_in_turns(passes)
     forward, both = seconds[:count], seconds[count:]
     return Stages(
         forward_seconds=forward,
         backward_seconds=[max(0.0, all_ - first) for all_, first in zip(both, forward, strict=True)],
-        parameters=[divided.parameters_of(stage) for stage in range(count)],
-        messages=messages(divided, size),
-        whole_seconds=whole_seconds,
+        parameters=[made.parameters_of(stage) for stage in range(count)],
+        messages=messages(made, size),
     )
 
 
@@ -148,10 +142,11 @@ def messages(made: Plan, batch_size: int) -> list[Message]:
     return [Message(source, target, *total) for (source, target), total in sorted(sizes.items())]
 
 
-def _passes(
-    made: Plan, stage: int, batch_size: int, backward: bool, adds: bool = False
-) -> Callable[[], list[tf.Tensor]]:
-    """Returns a function for graphs, which computes the passes of a stage from example inputs."""
+def _passes(made: Plan, stage: int, batch_size: int, backward: bool) -> Callable[[], list[tf.Tensor]]:
+    """Returns a function for graphs, which computes the passes of a stage from example inputs.
+
+    The backward pass adds the gradients to others, as those of earlier micro-batches are.
+    """
     calls = made.calls_of(stage)
     earlier = {id(tensor) for tensor in _outputs(made.calls[: made.begins[stage]])}
     own = {id(tensor): tensor for tensor in _outputs(calls)}
@@ -179,14 +174,10 @@ def _passes(
             return sent
         gradients = tape.gradient(floats, [*received, *variables])
         sums = zip(gradients[len(received) :], variables, strict=True)
-        added = [gradient + variable if adds and _is_dense(gradient) else gradient for gradient, variable in sums]
+        added = [gradient + variable if isinstance(gradient, tf.Tensor) else gradient for gradient, variable in sums]
         return [*sent, *tf.nest.flatten([*gradients[: len(received)], *added], expand_composites=True)]
 
     return passes
-
-
-def _is_dense(gradient: Any) -> bool:
-    return isinstance(gradient, tf.Tensor)
 
 
 def _outputs(calls: Sequence[keras_stages.Call]) -> list[Any]:
