@@ -1,8 +1,13 @@
-"""The error of the cost model of `tfdist advise` for a job of two processes of `multiworker`, measured in turns.
+"""The error of the cost model of `tfdist advise` for two processes on this machine, for ten models in two settings.
 
-Each round measures the inputs of the prediction (steps of two simultaneous processes and the link between them) and
-then the job, so that other work on the machine affects both. The ratio is measured / predicted seconds per step.
-Example: `python -m benchmarks.advice --model cnn --dataset fashion_mnist --batch-size 128 --steps 100`
+    compute         large batches
+    communication   batches of a few examples, for which processes mostly exchange gradients
+
+Each round measures the inputs of the predictions (steps of two simultaneous processes, the link between them and, for
+`pipeline`, its stages) and then the jobs, so that other work on the machine affects both. A line shows the ratio of the
+measured to the predicted seconds per step, the mean over the rounds, whether it is within 1.15, and whether the median
+job is inside the interval that `tfdist advise` would print after these rounds.
+Example: `python -m benchmarks.advice --models cnn textcnn --settings compute --strategies multiworker pipeline`
 """
 
 from __future__ import annotations
@@ -14,6 +19,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,59 +27,122 @@ import keras
 
 from tfdist.advisor import costs, measured
 from tfdist.run.folder import load_record
-from tfdist.study import ratios
 from tfdist.study.plan import as_options
+
+SETTINGS = ("compute", "communication")
+STRATEGIES = ("multiworker", "pipeline")
+EPOCH_SECONDS = 2.0
+TOLERANCE = 1.15
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model with its synthetic dataset, and the global batch of each setting."""
+
+    compute: int
+    communication: int
+    data: tuple[str, ...] = ()
+    options: tuple[str, ...] = ()
+
+
+EXAMPLES = 10_000
+PICTURES, TEXT = ("shape=32,32,3",), ("task=text_classification",)
+CASES = {
+    "mlp": Case(1024, 8),
+    "cnn": Case(256, 4),
+    "lenet": Case(256, 4),
+    "resnet20": Case(128, 2, PICTURES),
+    "mobilenet_v3_small": Case(128, 2, PICTURES),
+    "vgg11": Case(64, 2, PICTURES, ("width=0.25",)),
+    "conv_autoencoder": Case(256, 4, ("task=autoencoding",)),
+    "textcnn": Case(256, 4, TEXT),
+    "bilstm": Case(256, 4, TEXT),
+    "transformer": Case(128, 2, TEXT),
+    "benchmarks.advice:wide": Case(1024, 8),  # mostly communication, with large dense layers
+}
 
 
 def wide(spec: Any) -> keras.Model:
-    """A model with 6.6 million parameters, whose exchange takes longer than the computation with small batches."""
+    """A model with 8.1 million parameters on 28x28 pixels, most of them in dense layers."""
     units = [keras.layers.Dense(count, "relu") for count in (2048, 2048, 1024)]
     return keras.Sequential([keras.Input(spec.input_shape), keras.layers.Flatten(), *units, keras.layers.Dense(10)])
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--model", default="benchmarks.advice:wide")
-    parser.add_argument("--dataset", default="digits")
-    parser.add_argument("--optimizer", default="sgd")
-    parser.add_argument("--batch-size", type=int, default=8)
-    parser.add_argument("--steps", type=int, default=60, help="steps per epoch")
-    parser.add_argument("--repeats", type=int, default=4, help="rounds")
+    parser.add_argument("--models", nargs="+", choices=CASES, default=list(CASES)[:10], metavar="NAME")
+    parser.add_argument("--settings", nargs="+", choices=SETTINGS, default=SETTINGS)
+    parser.add_argument("--strategies", nargs="+", choices=STRATEGIES, default=STRATEGIES[:1])
+    parser.add_argument("--rounds", type=int, default=3)
     arguments = parser.parse_args()
-    options = {name: getattr(arguments, name) for name in ("model", "dataset", "optimizer")}
-    steps, size = arguments.steps, arguments.batch_size
-    predicted: dict[object, float] = {}
-    actual: dict[object, float] = {}
+    for model in arguments.models:
+        for setting in arguments.settings:
+            compare(model, setting, arguments.strategies, arguments.rounds)
+
+
+def compare(model: str, setting: str, strategies: list[str], rounds: int) -> None:
+    """Measures and predicts in turns, and prints a line per strategy."""
+    case = CASES[model]
+    data = (*case.data, f"train={EXAMPLES}", "validation=100", "test=100")
+    options: dict[str, object] = {"model": model, "dataset": "synthetic"}
+    options |= {"data_option": data, "model_option": case.options}
+    size = getattr(case, setting)
     with tempfile.TemporaryDirectory() as folder:
-        for number in range(arguments.repeats):
-            round_folder = Path(folder) / str(number)
-            predicted[number] = prediction(options, size, steps, round_folder / "alone")
-            actual[number] = job(options, size, steps, round_folder / "job")
-            print(f"{1e3 * predicted[number]:.2f} ms predicted, {1e3 * actual[number]:.2f} ms measured", flush=True)
-    sample = ratios.logarithms(actual, predicted)
-    low, high = ratios.of_next(sample)
-    mean = math.exp(statistics.fmean(sample))
-    print(f"measured / predicted {mean:.2f}; the next one lies between {low:.2f} and {high:.2f} (95 %)")
+        work = measured.Work(options, size, EXAMPLES, tuple(sorted(os.sched_getaffinity(0))))
+        work = work.with_steps_for(Path(folder), EPOCH_SECONDS)
+        turns = []
+        for number in range(rounds):
+            predicted = predictions(work, strategies, Path(folder, str(number)))
+            jobs = {name: job(work, name, Path(folder, str(number), name)) for name in predicted}
+            turns.append((predicted, jobs))
+    for name in strategies:
+        if all(name in predicted for predicted, _ in turns):
+            pairs = [(predicted[name], jobs[name]) for predicted, jobs in turns]
+            print(f"{model}, {setting}, {name}, batch {size}: {line(pairs, size)}", flush=True)
+        else:
+            print(f"{model}, {setting}, {name}, batch {size}: refused", flush=True)
 
 
-def prediction(options: dict[str, object], size: int, steps: int, folder: Path) -> float:
-    """Predicts the seconds per step like `tfdist advise`: the computation of half a batch, and an all-reduce."""
-    work = measured.Work(options, size, sys.maxsize, tuple(sorted(os.sched_getaffinity(0))), steps)
-    records = measured.run_side_by_side(work, size // 2, 2, folder)
-    seconds = [epoch.step_seconds for record in records for epoch in record.epochs[1:] if epoch.step_seconds]
-    half = costs.Compute(statistics.median(seconds), 0.0)
+def predictions(work: measured.Work, strategies: list[str], folder: Path) -> dict[str, float]:
+    """Predicts the seconds per step of two processes like `tfdist advise`, by strategy, if it trains the model."""
+    compute, record = measured.compute(work, 2, folder)
     link = measured.link("multiworker")
     assert link is not None
-    return costs.collective(half, link, 4.0 * (records[0].model.parameters or 0), size, 2)
+    seconds = {}
+    if "multiworker" in strategies:
+        gradient_bytes = 4.0 * (record.model.parameters or 0)
+        seconds["multiworker"] = costs.collective(compute, link, gradient_bytes, work.batch_size, 2)
+    if "pipeline" in strategies and work.batch_size >= costs.MICRO_BATCHES:
+        stages = measured.pipelines(work, [2], 2, folder / "stages").stages.get(2)
+        if stages is not None:
+            step_seconds = measured.micro_batched_seconds(work, 2, folder)
+            seconds["pipeline"] = costs.pipeline(stages, step_seconds, link, costs.MICRO_BATCHES)
+    return seconds
 
 
-def job(options: dict[str, object], size: int, steps: int, folder: Path) -> float:
+def job(work: measured.Work, strategy: str, folder: Path) -> float:
     """Measures the seconds per step of a job of two processes."""
-    job_options = {"batch_size": size, "limit": steps * size, "epochs": measured.EPOCHS, "run_dir": folder}
-    command = [sys.executable, "-m", "tfdist.train", "--strategy", "multiworker", "--workers", "2", "--quiet"]
-    subprocess.run([*command, *as_options({**options, **job_options})], check=True, stdout=subprocess.DEVNULL)
+    limit = min(work.steps * work.batch_size, work.examples)
+    options = {"batch_size": work.batch_size, "limit": limit, "epochs": measured.EPOCHS, "run_dir": folder}
+    command = [sys.executable, "-m", "tfdist.train", "--strategy", strategy, "--workers", "2", "--quiet"]
+    subprocess.run([*command, *as_options({**work.options, **options})], check=True, stdout=subprocess.DEVNULL)
     epochs = load_record(folder).epochs[1:]
-    return statistics.median(epoch.train_seconds / steps for epoch in epochs if epoch.train_seconds)
+    return statistics.median(epoch.step_seconds for epoch in epochs if epoch.step_seconds)
+
+
+def line(pairs: list[tuple[float, float]], size: int) -> str:
+    """Summarizes the predicted and the measured seconds of each round."""
+    ratio = math.exp(statistics.fmean(math.log(actual / predicted) for predicted, actual in pairs))
+    (prediction,) = costs.combined([[costs.Prediction("", 2, size / predicted)] for predicted, _ in pairs])
+    actual = statistics.median(actual for _, actual in pairs)
+    off = prediction.examples_per_second * actual / size
+    milliseconds = " ".join(f"{1e3 * predicted:.2f}/{1e3 * actual:.2f}" for predicted, actual in pairs)
+    near = "yes" if max(ratio, 1 / ratio) <= TOLERANCE else "no"
+    inside = "yes" if max(off, 1 / off) <= prediction.within else "no"
+    return (
+        f"measured / predicted {ratio:.2f}, within {TOLERANCE} {near}, "
+        f"inside the interval (factor {prediction.within:.2f}) {inside}; predicted/measured ms {milliseconds}"
+    )
 
 
 if __name__ == "__main__":

@@ -3,13 +3,15 @@
 import dataclasses
 import doctest
 import os
+import re
 
 import pytest
 from click.testing import CliRunner
 
 from tfdist import advise
 from tfdist.advisor import costs, measured
-from tfdist.advisor.costs import Compute, Link
+from tfdist.advisor.costs import Compute, Link, Message, Stages
+from tfdist.pipeline_parallel import schedule
 from tfdist.run import schema
 from tfdist.run.schema import EpochRecord
 
@@ -23,7 +25,8 @@ def test_the_synopsis_runs():
 
 def facts(link, machines=True, batch_size=1024):
     names = ("multiworker", "horovod", "mpi_split", "parameter_server")
-    return costs.Facts(batch_size, 100, 4e6, {1: COMPUTE, 2: COMPUTE}, dict.fromkeys(names, link), machines)
+    compute = {1: COMPUTE, 2: COMPUTE}
+    return costs.Facts(batch_size, 100, 4e6, compute, dict.fromkeys(names, link), machines, averaged_bytes=4e6)
 
 
 def rates(*arguments, **named):
@@ -51,10 +54,89 @@ def test_an_averaging_copies_what_it_sends_once_in_its_steps():
     assert 1024 / found["mpi_split on 4"] == pytest.approx(0.0276 + (3.0 + 0.606) / 100)
 
 
-def test_servers_are_bound_by_their_link_and_a_pipeline_by_its_bubble():
+def test_an_averaging_sends_the_slots_too():
+    adam = dataclasses.replace(facts(SLOW), averaged_bytes=12e6)
+    found = {one.name: one.examples_per_second for one in costs.predict(adam, [4])}
+    assert 1024 / found["mpi_split on 4"] == pytest.approx(0.0276 + (6e-3 + 1.8) / 100)
+
+
+def test_servers_are_bound_by_their_link():
     assert 1024 / rates(SLOW)["parameter_server on 4"] == pytest.approx(2 * 4e6 / 1e7)
     assert 1024 / rates(FAST)["parameter_server on 4"] == pytest.approx(0.1044 / 4)
-    assert 1024 / rates(FAST)["pipeline on 4"] == pytest.approx(7 / 4 * 0.1044 / 4)
+
+
+def stages(forward, backward, messages=None, parameters=None):
+    """Stages that send one byte to the next one and back, unless `messages` are given."""
+    count = len(forward)
+    messages = messages or [Message(stage, stage + 1, 1.0, 1.0) for stage in range(count - 1)]
+    return Stages(forward, backward, parameters or [1] * count, messages)
+
+
+INSTANT = Link(0.0, 1e30)
+
+
+def step(divided, link=INSTANT, rest=0.0, micro_batches=4):
+    passes = micro_batches * (sum(divided.forward_seconds) + sum(divided.backward_seconds))
+    return costs.pipeline(divided, passes + rest, link, micro_batches)
+
+
+def test_even_stages_of_a_pipeline_wait_for_the_bubble():
+    for count in (1, 2, 3, 7):
+        even = stages([1.0] * count, [2.0] * count)
+        assert step(even) == pytest.approx((4 + count - 1) * 3.0)
+
+
+def test_an_uneven_pipeline_takes_as_long_as_its_slowest_stage_and_the_way_to_it_and_back():
+    # Forward passes end at 1, 2, 3, 4 in stage 0, and at 4, 7, 10, 13 in stage 1, whose backward passes end at 19, 25,
+    # 31 and 37; the last one of stage 0 ends at 39.
+    assert step(stages([1.0, 3.0], [2.0, 6.0])) == pytest.approx(39.0)
+    # The slow stage first: forward until 12, and until 13 in stage 1, whose first backward pass ends at 15; the four of
+    # stage 0 end at 15 + 4 · 6 = 39.
+    assert step(stages([3.0, 1.0], [6.0, 2.0])) == pytest.approx(39.0)
+    # The slow stage in the middle: 1 + 4 · 3 + 1 until the forward passes have ended, and 2 + 4 · 6 + 2 backward.
+    assert step(stages([1.0, 3.0, 1.0], [2.0, 6.0, 2.0])) == pytest.approx(14 + 28)
+
+
+def test_a_cut_costs_the_time_of_its_bytes_each_way_and_the_latency():
+    gigabit = Link(latency_seconds=50e-6, bytes_per_second=1.25e8)
+    # 2.5 MB take 20 ms. One micro-batch: forward, send, forward, backward, send, backward.
+    one = stages([0.01, 0.01], [0.02, 0.02], [Message(0, 1, 2.5e6, 2.5e6)])
+    assert step(one, gigabit, micro_batches=1) == pytest.approx(0.06 + 2 * (0.02 + 50e-6))
+    # Four: stage 0 computes and sends for 4 · 30 ms, and stage 1 ends 10 ms after the last message. Back, stage 1
+    # computes and sends for 4 · 40 ms, and stage 0 ends 20 ms after the last message.
+    four = stages([0.01, 0.01], [0.02, 0.02], [Message(0, 1, 2.5e6, 2.5e6)])
+    assert step(four, gigabit) == pytest.approx(0.12 + 0.01 + 0.16 + 0.02 + 2 * 50e-6)
+
+
+def test_a_message_may_skip_a_stage_and_integers_have_no_gradients():
+    link = Link(0.0, 1.0)
+    skipping = stages([1.0] * 3, [1.0] * 3, [Message(0, 2, 5.0, 0.0)])
+    # Stage 0 computes until 1, sends until 6, and waits for no gradient: it ends its step at 7.
+    assert step(skipping, link, micro_batches=1) == pytest.approx(7.0)
+
+
+def test_what_a_step_takes_besides_its_passes_is_divided_by_the_parameters_of_the_stages():
+    uneven = stages([1.0, 1.0], [2.0, 2.0], parameters=[1, 3])
+    # Stage 1 updates for 3 s while stage 0 computes its last backward pass, 2 s, and its update, 1 s.
+    assert step(uneven, rest=4.0) == pytest.approx(15.0 + 1.0)
+    # Steps that are shorter than the passes that were measured on their own scale these down.
+    assert step(uneven, rest=-12.0) == pytest.approx(7.5)
+
+
+def test_the_predicted_order_is_that_of_the_schedule():
+    for count, number in ((2, 4), (3, 2)):
+        order = [[("forward", index) for index in range(number)] + [("backward", index) for index in range(number)]]
+        found = [schedule.tasks("gpipe", stage, count, number) for stage in range(count)]
+        assert [[(task.direction, task.micro_batch) for task in tasks] for tasks in found] == order * count
+
+
+def test_only_numbers_of_stages_that_were_measured_are_predicted():
+    even = {2: stages([1.0, 1.0], [2.0, 2.0])}
+    known = dataclasses.replace(
+        facts(FAST), links={"pipeline": FAST}, stages=even, micro_batched_seconds={1: 24.0, 2: 99.0}
+    )
+    found = {one.name: one.examples_per_second for one in costs.predict(known, [2, 4])}
+    assert set(found) == {"single", "pipeline on 2"} and 1024 / found["pipeline on 2"] == pytest.approx(15.0)
 
 
 def test_processes_of_one_machine_have_the_cost_that_was_measured_together():
@@ -111,6 +193,9 @@ WORK = ["--model", "mlp", "--dataset", "digits"]
         (["--workers", "64", "--link", "1Gbit", "--latency", "50us"], "a global batch has 32 examples"),
         (["--link", "1Gbit"], "Only one of `--link` and `--latency` is set"),
         (["--link", "fast", "--latency", "50us"], "`--link` is `fast`"),
+        (["--link", "1.2.3Gbit", "--latency", "50us"], "`--link` is `1.2.3Gbit`"),
+        (["--link", ".Gbit", "--latency", "50us"], "`--link` is `.Gbit`"),
+        (["--link", "1Gbit", "--latency", "1.2.3us"], "`--latency` is `1.2.3us`"),
         (["--link", "1Gbit", "--latency", "soon"], "`--latency` is `soon`"),
         (["--curves", "curves.gif"], "`--curves` is `curves.gif`"),
         (["--dataset", "nothing"], "Unknown dataset `nothing`"),
@@ -129,7 +214,12 @@ def test_machines_on_a_described_link_are_predicted_from_real_steps(tmp_path):
     options += ["--curves", str(tmp_path / "curves.svg")]
     found = CliRunner().invoke(advise.command, [*WORK, *options])
     assert found.exit_code == 0, found.output
-    assert "examples/s on" in found.output and "parameter_server" in found.output and "Use `" in found.output
+    assert "examples/s on" in found.output and "parameter_server" in found.output
+    assert "Use `" in found.output or "measure again on a quieter machine" in found.output
+    # The model has four layers, of which two have weights.
+    assert re.search(r"^pipeline +[\d,]+ +factor", found.output, re.MULTILINE), found.output
+    assert "`pipeline on 3` is not predicted, because it cannot train here: Stage" in found.output
+    assert advise.LEFT_OUT in found.output
     assert "parameter_server" in (tmp_path / "curves.svg").read_text()
 
 

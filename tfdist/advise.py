@@ -8,19 +8,18 @@ Without `--link`, the workers are processes that share this machine; with it, ea
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import re
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import click
 
 from tfdist import extras, files, registry, strategies, terminal
-from tfdist.advisor import costs, measured
-from tfdist.advisor.costs import Compute, Link, Prediction, link_of
+from tfdist.advisor import costs, measured, rounds
+from tfdist.advisor.costs import Link, Prediction, link_of
 from tfdist.data.tools import for_model
 from tfdist.errors import UsageError
 from tfdist.study import measure, plan, ratios, runs
@@ -80,11 +79,14 @@ def draw_predictions(predictions: Sequence[Prediction], path: Path) -> None:
         raise UsageError(f"The curves cannot be written to `{path}`: {error.strerror}", "use another file") from error
 
 
-BYTES_OF_FLOAT32 = 4
-ROUNDS = 3  # of the measurement of steps, which vary with other work on the machine
-MEASURED_LINKS = ("multiworker", "horovod", "mpi_split")
-# Strategies that are predicted from the latency and bandwidth of `--link`.
-WITH_LINK = (*MEASURED_LINKS, "parameter_server")
+LEFT_OUT = """The predictions leave out:
+- the overhead per epoch, and input pipelines that cannot keep up with the workers
+- communication that overlaps computation; only the stages of a pipeline compute while others send
+- what a message costs the processors besides the latency and the time for its bytes
+- buffers of the network, which let a stage of a pipeline send before the next one receives
+- that `pipeline` measures the layers anew in each run, and may cut the model elsewhere
+- that a stage which waits leaves the memory bandwidth of a shared machine to the others
+- machines that differ from this one, and other work on the machines and the links"""
 
 
 _workers = terminal.options_of("Workers")
@@ -130,42 +132,21 @@ def command(
     with tempfile.TemporaryDirectory(prefix="tfdist-advise-") as folder:
         terminal.say("Measuring how long steps are ...")
         work = work.with_steps_for(Path(folder))
-        rounds = [costs.predict(facts, counts) for facts in _measure(work, counts, described, Path(folder))]
-        predictions = costs.combined(rounds)
+        names, refusals = rounds.trainable(work, described, Path(folder)) if counts[-1] > 1 else ([], {})
+        facts, undivided = rounds.measure(work, counts, names, described, Path(folder))
+        refusals |= {f"pipeline on {count}": sentence for count, sentence in undivided.items()}
+        by_round = [costs.predict(measured_facts, counts) for measured_facts in facts]
+        predictions = costs.combined(by_round)
         with terminal.guarded_stdout(needed=True):
             click.echo(_table(predictions, counts))
-            click.echo(_recommendation(predictions, rounds))
+            click.echo(_recommendation(predictions, by_round))
+            click.echo(_refusals(refusals))
+            click.echo(LEFT_OUT)
             if picture is not None:
                 draw_predictions(predictions, picture)
                 click.echo(picture)
             if check and described is None and 2 in counts:
                 click.echo(_comparison(work, predictions, Path(folder)))
-
-
-def _measure(work: measured.Work, counts: Sequence[int], described: Link | None, folder: Path) -> list[costs.Facts]:
-    """Measures what the predictions need, in rounds; `described` is the link between machines, if it was described."""
-    rounds: list[dict[int, Compute]] = []
-    for number in range(ROUNDS):
-        rounds.append({})
-        for count in [1] if described else sorted({1, *counts}):
-            processes = "one process" if count == 1 else f"{count} simultaneous processes"
-            terminal.say(f"Measuring steps of {processes}, {number + 1} of {ROUNDS} ...")
-            rounds[-1][count], record = measured.compute(work, count, folder / f"round-{number}")
-    if described:
-        links = dict.fromkeys(WITH_LINK, described)
-    else:
-        terminal.say("Measuring links between two processes ...")
-        links = {name: link for name in MEASURED_LINKS if (link := measured.link(name)) is not None}
-    bytes_ = (record.model.parameters or 0) * BYTES_OF_FLOAT32
-    steps = max(1, work.examples // work.batch_size)
-    copy_seconds = 0.0
-    if "mpi_split" in links:
-        terminal.say("Measuring the time to average the weights ...")
-        exchange_seconds = 0.0 if described else links["mpi_split"].all_reduce_seconds(bytes_, 2)
-        averaging_seconds = measured.averaging_seconds(work, folder / "averaging") or 0.0
-        copy_seconds = max(0.0, averaging_seconds - exchange_seconds)
-    facts = costs.Facts(work.batch_size, steps, bytes_, {}, links, described is not None, copy_seconds)
-    return [dataclasses.replace(facts, compute=compute) for compute in rounds]
 
 
 def _table(predictions: Sequence[Prediction], counts: Sequence[int]) -> str:
@@ -187,11 +168,17 @@ def _table(predictions: Sequence[Prediction], counts: Sequence[int]) -> str:
     return "\n".join(row[0].ljust(width) + "".join(map(str.rjust, row[1:], widths)) for row in rows)
 
 
-def _recommendation(predictions: Sequence[Prediction], rounds: Sequence[Sequence[Prediction]]) -> str:
+def _refusals(refusals: Mapping[str, str]) -> str:
+    """Says which strategies are not predicted, because they cannot train the model here, and why."""
+    lines = [f"`{name}` is not predicted, because it cannot train here: {why}" for name, why in refusals.items()]
+    return "".join(f"{line}\n" for line in lines)
+
+
+def _recommendation(predictions: Sequence[Prediction], by_round: Sequence[Sequence[Prediction]]) -> str:
     """Recommends the fastest synchronous strategy, and names an asynchronous strategy that would be faster."""
     single = next(prediction for prediction in predictions if prediction.strategy == "single")
     exact = next(prediction for prediction in predictions if not strategies.traits(prediction.strategy).asynchronous)
-    ratio = ratios.of_rounds(_seconds(single, rounds), _seconds(exact, rounds))
+    ratio = ratios.of_rounds(_seconds(single, by_round), _seconds(exact, by_round))
     if exact.strategy == "single":
         text = "Use `single`: more workers cost more in communication than they save."
     elif ratio is None or not ratio.is_difference:
@@ -206,11 +193,11 @@ def _recommendation(predictions: Sequence[Prediction], rounds: Sequence[Sequence
     return f"\n{text}"
 
 
-def _seconds(wanted: Prediction, rounds: Sequence[Sequence[Prediction]]) -> dict[object, float]:
+def _seconds(wanted: Prediction, by_round: Sequence[Sequence[Prediction]]) -> dict[object, float]:
     """The predicted seconds per example, by the round of measurements."""
     return {
         number: 1 / prediction.examples_per_second
-        for number, predictions in enumerate(rounds)
+        for number, predictions in enumerate(by_round)
         for prediction in predictions
         if prediction.name == wanted.name
     }

@@ -15,9 +15,10 @@ def test_two_processes_are_predicted_and_compared_with_runs(tmp_path):
         cwd=tmp_path,
         capture_output=True,
         text=True,
-        timeout=400,
+        timeout=900,
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    assert re.search(r"^multiworker +[\d,]+$", done.stdout, re.MULTILINE), done.stdout
-    assert re.search(r"multiworker on 2: [\d,]+ examples/s measured, the prediction is [+-]\d+% off", done.stdout)
+    for name in ("multiworker", "pipeline"):
+        assert re.search(rf"^{name} +[\d,]+ +factor", done.stdout, re.MULTILINE), done.stdout
+        assert re.search(rf"{name} on 2: [\d,]+ examples/s measured, the prediction is [+-]\d+% off", done.stdout)

@@ -1,4 +1,4 @@
-"""Predicts throughput from short measurements: `measured` measures, and `costs` is the cost model.
+"""Predicts throughput from short measurements: `rounds` and `measured` measure, and `costs` is the cost model.
 
 `tfdist.advise` is the command.
 """

@@ -7,11 +7,12 @@ Seconds per step:
     collective strategies                max of c(n_i) + max(0, all-reduce - overlap)
     averaging after H steps              max of c(n_i) + (copies + all-reduce) / H
     parameter servers, asynchronous      max(c(B) / W, 2 · bytes / (P · bandwidth))
-    pipeline of S even stages            (M + S - 1) / M · c(B) / S
+    pipeline                             the flow shop of M micro-batches over measured stages, see `pipeline`
 
 B is the global batch size, n_i the batch size of process i, W the number of workers, P that of servers, and M that of
-micro-batches. c(n) includes the update of the weights, which every process makes. Sources: the ring is Patarasuk and
-Yuan's (2009, Journal of Parallel and Distributed Computing 69), the pipeline Huang et al.'s (arXiv 1811.06965).
+micro-batches. c(n) includes the update of the weights, which every process makes. The bytes of an averaging are those
+of the weights and the slots. Sources: the ring is Patarasuk and Yuan's (2009, Journal of Parallel and Distributed
+Computing 69), the schedule of the pipeline Huang et al.'s (arXiv 1811.06965).
 
 Synopsis:
 
@@ -31,12 +32,14 @@ import math
 import re
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from tfdist.errors import UsageError
 from tfdist.study import ratios
 
-MICRO_BATCHES = 4  # per step of a predicted pipeline
+MICRO_BATCHES = 4  # per step of a predicted pipeline, the default of the strategy
+_STEPS = 20  # of a computed pipeline, of which the first half fills it
+_NUMBER = r"(\d+\.?\d*|\.\d+)"
 _BITS = {"": 1, "k": 1e3, "m": 1e6, "g": 1e9}
 _SECONDS = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "ns": 1e-9}
 
@@ -84,18 +87,17 @@ def collective(
 def averaging(
     compute: Compute,
     link: Link,
-    weight_bytes: float,
+    averaged_bytes: float,
     batch_size: int,
     processes: int,
     steps_between: int,
     copy_seconds: float = 0.0,
 ) -> float:
-    """Returns the step time of `mpi_split`, including its share of an averaging.
+    """Returns the step time of `mpi_split`, including its share of an averaging of weights and slots.
 
-    `copy_seconds` is what an averaging takes besides the all-reduce of the weights: copying weights and slots into one
-    array and back, and the all-reduce of the slots.
+    `copy_seconds` is what an averaging takes besides the all-reduce: copying weights and slots into one array and back.
     """
-    averaging_seconds = copy_seconds + link.all_reduce_seconds(weight_bytes, processes)
+    averaging_seconds = copy_seconds + link.all_reduce_seconds(averaged_bytes, processes)
     return compute.seconds(math.ceil(batch_size / processes)) + averaging_seconds / steps_between
 
 
@@ -104,9 +106,85 @@ def servers(compute: Compute, link: Link, gradient_bytes: float, batch_size: int
     return max(compute.seconds(batch_size) / workers, 2 * gradient_bytes / (servers * link.bytes_per_second))
 
 
-def pipeline(compute: Compute, batch_size: int, stages: int, micro_batches: int) -> float:
-    """Returns the step time of a pipeline whose stages take the same time."""
-    return (micro_batches + stages - 1) / micro_batches * compute.seconds(batch_size) / stages
+@dataclass(frozen=True)
+class Message:
+    """What a micro-batch sends from stage `source` to the later stage `target`, and back in the backward pass."""
+
+    source: int
+    target: int
+    forward_bytes: float
+    backward_bytes: float
+
+
+@dataclass(frozen=True)
+class Stages:
+    """The stages of a model, one per process.
+
+    Attributes:
+        forward_seconds: the time of the forward pass of a micro-batch, by stage.
+        backward_seconds: the time of its backward pass, which adds the gradients to those of earlier micro-batches.
+        parameters: the number of parameters, by stage.
+        messages: the tensors between stages.
+    """
+
+    forward_seconds: Sequence[float]
+    backward_seconds: Sequence[float]
+    parameters: Sequence[float]
+    messages: Sequence[Message]
+
+
+def pipeline(stages: Stages, step_seconds: float, link: Link, micro_batches: int) -> float:
+    """Returns the step time of a pipeline with the schedule GPipe.
+
+    A stage computes the forward passes of all micro-batches in order, then their backward passes, and then updates its
+    weights. A pass begins once the stage is free and its messages have arrived. A stage sends before it computes
+    further, for bytes / bandwidth, and a message arrives after the latency.
+
+    The passes were measured on their own, and the step of one device in a training. What the step takes besides all
+    passes, such as the update, is divided among the stages by their parameters; if it takes less, the passes are scaled
+    down.
+
+    Args:
+        stages: the stages.
+        step_seconds: the time of a step of one device, which computes the same micro-batches through all stages.
+        link: the link between two stages.
+        micro_batches: the number of micro-batches.
+    """
+    all_seconds = micro_batches * (sum(stages.forward_seconds) + sum(stages.backward_seconds))
+    scale = min(1.0, step_seconds / all_seconds)
+    rest_seconds = max(0.0, step_seconds - all_seconds)
+    count, parameters = len(stages.parameters), max(1.0, sum(stages.parameters))
+    forward, backward = _sent(stages.messages)
+    passes = (
+        (range(count), stages.forward_seconds, forward),
+        (range(count - 1, -1, -1), stages.backward_seconds, backward),
+    )
+    free = [0.0] * count  # when each stage is free
+    ends = []
+    for _ in range(_STEPS):
+        for order, seconds, sent in passes:
+            for _ in range(micro_batches):
+                arrived = [0.0] * count
+                for stage in order:
+                    free[stage] = max(free[stage], arrived[stage]) + scale * seconds[stage]
+                    for target, bytes_ in sent.get(stage, ()):
+                        free[stage] += bytes_ / link.bytes_per_second
+                        arrived[target] = max(arrived[target], free[stage] + link.latency_seconds)
+        free = [end + rest_seconds * own / parameters for end, own in zip(free, stages.parameters, strict=True)]
+        ends.append(max(free))
+    half = _STEPS // 2
+    return (ends[-1] - ends[half - 1]) / half
+
+
+def _sent(messages: Sequence[Message]) -> tuple[dict[int, list[tuple[int, float]]], ...]:
+    """The targets and bytes of what each stage sends in a forward pass, and in a backward pass."""
+    forward: dict[int, list[tuple[int, float]]] = {}
+    backward: dict[int, list[tuple[int, float]]] = {}
+    for message in messages:
+        forward.setdefault(message.source, []).append((message.target, message.forward_bytes))
+        if message.backward_bytes:
+            backward.setdefault(message.target, []).append((message.source, message.backward_bytes))
+    return forward, backward
 
 
 @dataclass(frozen=True)
@@ -139,11 +217,15 @@ class Facts:
     Attributes:
         batch_size: examples per global batch.
         steps: steps per epoch.
-        bytes: bytes of the gradients, and of the weights.
+        bytes: bytes of the gradients.
         compute: the cost of computation, by the number of processes that share the machine; only for 1 if `machines`.
         links: the link of each strategy.
         machines: whether each worker has its own machine.
+        averaged_bytes: bytes of the weights and slots that `mpi_split` averages.
         copy_seconds: see `averaging`.
+        micro_batched_seconds: the time of a step of one device in `MICRO_BATCHES` micro-batches, by the number of
+            processes that share the machine, as `compute`.
+        stages: the stages of the model, by their number.
     """
 
     batch_size: int
@@ -152,7 +234,10 @@ class Facts:
     compute: Mapping[int, Compute]
     links: Mapping[str, Link]
     machines: bool
+    averaged_bytes: float = 0.0
     copy_seconds: float = 0.0
+    micro_batched_seconds: Mapping[int, float] = field(default_factory=dict)
+    stages: Mapping[int, Stages] = field(default_factory=dict)
 
 
 def predict(facts: Facts, worker_counts: Sequence[int]) -> list[Prediction]:
@@ -187,17 +272,19 @@ def combined(rounds: Sequence[Sequence[Prediction]]) -> list[Prediction]:
 
 def _step_seconds(facts: Facts, workers: int) -> dict[str, float]:
     """The seconds per global batch, by strategy."""
-    compute, size = facts.compute[1 if facts.machines else workers], facts.batch_size
+    sharing = 1 if facts.machines else workers
+    compute, size = facts.compute[sharing], facts.batch_size
     seconds = {}
     for name, link in facts.links.items():
         if name == "mpi_split":
-            seconds[name] = averaging(compute, link, facts.bytes, size, workers, facts.steps, facts.copy_seconds)
+            bytes_ = facts.averaged_bytes
+            seconds[name] = averaging(compute, link, bytes_, size, workers, facts.steps, facts.copy_seconds)
         elif name == "parameter_server":
             seconds[name] = servers(compute, link, facts.bytes, size, workers, servers=1)
-        else:
+        elif name != "pipeline":
             seconds[name] = collective(compute, link, facts.bytes, size, workers)
-    if facts.machines:  # on a single machine, the stages would share its cores
-        seconds["pipeline"] = pipeline(compute, size, workers, MICRO_BATCHES)
+        elif workers in facts.stages:
+            seconds[name] = pipeline(facts.stages[workers], facts.micro_batched_seconds[sharing], link, MICRO_BATCHES)
     return seconds
 
 
@@ -216,8 +303,8 @@ def link_of(rate: str | None, latency: str | None, option: str = "--link") -> Li
         return None
     if rate is None or latency is None:
         raise UsageError(f"Only one of `{option}` and `--latency` is set", "set both: a link has a rate and a latency")
-    bits = re.fullmatch(r"([\d.]+) ?([kmg]?)bit(?:/s)?", rate.lower())
-    time = re.fullmatch(r"([\d.]+) ?(s|ms|us|ns)", latency.lower())
+    bits = re.fullmatch(_NUMBER + r" ?([kmg]?)bit(?:/s)?", rate.lower())
+    time = re.fullmatch(_NUMBER + r" ?(s|ms|us|ns)", latency.lower())
     if bits is None or float(bits[1]) <= 0:
         raise UsageError(f"`{option}` is `{rate}`", "use bits per second, such as 10Gbit or 800Mbit")
     if time is None:

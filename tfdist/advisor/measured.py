@@ -1,4 +1,4 @@
-"""The short measurements behind a prediction: steps at two batch sizes, and the links between processes.
+"""The short measurements behind a prediction: steps at two batch sizes, the stages of a pipeline, and links.
 
 The steps are those of `tfdist train --strategy single`. For N processes that share this machine, N runs take place at
 the same time, each on its share of the cores, so that the measurement includes how they slow each other down.
@@ -7,15 +7,17 @@ the same time, each on its share of the cores, so that the measurement includes 
 from __future__ import annotations
 
 import dataclasses
+import json
 import os
 import statistics
 import subprocess
-from collections.abc import Sequence
+import sys
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from tfdist import terminal
-from tfdist.advisor.costs import Compute, Link
+from tfdist.advisor.costs import MICRO_BATCHES, Compute, Link, Message, Stages
 from tfdist.doctor import child, links
 from tfdist.errors import UsageError
 from tfdist.run.folder import load_record
@@ -26,10 +28,13 @@ from tfdist.study.plan import as_options
 # Epochs per run; the first warms up.
 EPOCHS = 3
 # Enough steps to make the fixed cost of an epoch negligible, but few enough that an epoch of a large model ends soon.
-MAX_STEPS, MIN_STEPS, PROBE_STEPS, EPOCH_SECONDS = 250, 10, 10, 10.0
+MAX_STEPS, MIN_STEPS, PROBE_STEPS, EPOCH_SECONDS = 250, 10, 10, 5.0
 MAX_RUN_SECONDS = 300.0
+# Steps per epoch of a short run, which shows whether a strategy can train a model, or how long an averaging takes.
+SHORT_STEPS = 2
 # Hops in an all-reduce of two processes.
 HOPS_OF_TWO = 2
+SETTINGS, RESULT = "settings.json", "result.json"  # of `tfdist.advisor.stages`
 
 
 @dataclass(frozen=True)
@@ -50,11 +55,11 @@ class Work:
     cores: tuple[int, ...]
     steps: int = PROBE_STEPS
 
-    def with_steps_for(self, folder: Path) -> Work:
-        """Returns the same work with enough steps for an epoch of about `EPOCH_SECONDS`, judged by a short run."""
+    def with_steps_for(self, folder: Path, epoch_seconds: float = EPOCH_SECONDS) -> Work:
+        """Returns the same work with enough steps for an epoch of about `epoch_seconds`, judged by a short run."""
         (record,) = run_side_by_side(self, self.batch_size, 1, folder / "probe")
-        seconds = record.epochs[-1].step_seconds or EPOCH_SECONDS
-        steps = min(max(MIN_STEPS, round(EPOCH_SECONDS / seconds)), MAX_STEPS)
+        seconds = record.epochs[-1].step_seconds or epoch_seconds
+        steps = min(max(MIN_STEPS, round(epoch_seconds / seconds)), MAX_STEPS)
         return dataclasses.replace(self, steps=steps)
 
 
@@ -66,9 +71,22 @@ def compute(work: Work, processes: int, folder: Path) -> tuple[Compute, RunRecor
     points = []
     for size in sizes:
         records = run_side_by_side(work, size, processes, folder / f"{processes}-{size}")
-        seconds = [epoch.step_seconds for record in records for epoch in record.epochs[1:] if epoch.step_seconds]
-        points.append((size, statistics.median(seconds)))
+        points.append((size, _median_step_seconds(records)))
     return Compute.through(*points), records[0]
+
+
+def micro_batched_seconds(work: Work, processes: int, folder: Path) -> float:
+    """Measures a step of one device in micro-batches, with `processes` on this machine."""
+    strategy = {"strategy": "pipeline", "devices": 1, "strategy_option": f"micro_batches={MICRO_BATCHES}"}
+    records = run_side_by_side(work, work.batch_size, processes, folder / f"{processes}-micro-batched", strategy)
+    return _median_step_seconds(records)
+
+
+def _median_step_seconds(records: Sequence[RunRecord]) -> float:
+    """The median over the epochs of all runs, without the first epoch of each, which warms up."""
+    return statistics.median(
+        epoch.step_seconds for record in records for epoch in record.epochs[1:] if epoch.step_seconds
+    )
 
 
 def link(strategy: str) -> Link | None:
@@ -79,49 +97,144 @@ def link(strategy: str) -> Link | None:
     return Link(measurement.latency_microseconds / 1e6 / HOPS_OF_TWO, measurement.gigabytes_per_second * 1e9)
 
 
+def refusal(work: Work, strategy: str, folder: Path) -> str | None:
+    """Returns why two processes of `strategy` cannot train the model on this machine; `None` if they can.
+
+    They train on its CPU, because two processes may have to share one GPU.
+    """
+    code = _short_run(work, strategy, 1, folder, os.environ | {"CUDA_VISIBLE_DEVICES": "-1"})
+    return None if code == 0 else _reason(folder, code)
+
+
 def averaging_seconds(work: Work, folder: Path) -> float | None:
     """Measures an averaging of two processes of `mpi_split` on this machine; `None` if they cannot run."""
-    options = {**work.options, "strategy": "mpi_split", "workers": 2, "batch_size": work.batch_size}
-    process = _start({**options, "limit": 2 * work.batch_size, "epochs": EPOCHS}, folder, work.cores)
-    try:
-        code = child.wait(process, MAX_RUN_SECONDS)
-    finally:
-        child.kill(process)
-    if code != 0:
+    if _short_run(work, "mpi_split", EPOCHS, folder) != 0:
         return None
     # Without the first epoch, which traces the graphs.
     seconds = [epoch.metrics.get("sync_seconds") for epoch in load_record(folder).epochs[1:]]
     return min((value for value in seconds if value is not None), default=None)
 
 
-def run_side_by_side(work: Work, batch_size: int, processes: int, folder: Path) -> list[RunRecord]:
-    """Runs `processes` trainings of `single` at the same time, each on its share of the cores; returns their records.
+def _short_run(
+    work: Work, strategy: str, epochs: int, folder: Path, environment: Mapping[str, str] | None = None
+) -> int | None:
+    """Trains a few steps in two processes; returns the exit code, or `None` if it took too long."""
+    options = {**work.options, "strategy": strategy, "workers": 2, "batch_size": work.batch_size}
+    options |= {"limit": SHORT_STEPS * work.batch_size, "epochs": epochs}
+    process = _start(options, folder, work.cores, environment)
+    try:
+        return child.wait(process, MAX_RUN_SECONDS)
+    finally:
+        child.kill(process)
+
+
+@dataclass(frozen=True)
+class Pipelines:
+    """The pipelines of a model.
+
+    Attributes:
+        stages: the stages, by their number.
+        refusals: why the model cannot be divided into a number of stages.
+        averaged_bytes: the bytes of weights and slots, which `mpi_split` averages.
+    """
+
+    stages: Mapping[int, Stages]
+    refusals: Mapping[int, str]
+    averaged_bytes: float
+
+
+def pipelines(work: Work, counts: Sequence[int], processes: int, folder: Path) -> Pipelines:
+    """Measures the stages of the model for each number of stages, while `processes` share this machine.
+
+    Raises:
+        UsageError: the measurement failed or took too long.
+    """
+    options = {name: str(value) if isinstance(value, Path) else value for name, value in work.options.items()}
+    settings = {"options": options, "batch_size": work.batch_size, "micro_batches": MICRO_BATCHES, "counts": counts}
+    folders = [folder / str(rank) for rank in range(processes)]
+    children = [_start_stages(settings, run, work.cores[rank::processes]) for rank, run in enumerate(folders)]
+    _wait_for_all(children, folders, "The stages of a pipeline")
+    found = json.loads((folders[0] / RESULT).read_text(encoding="utf-8"))
+    stages = {
+        int(count): Stages(**fields | {"messages": [Message(**message) for message in fields["messages"]]})
+        for count, fields in found["stages"].items()
+    }
+    refusals = {int(count): sentence for count, sentence in found["refusals"].items()}
+    return Pipelines(stages, refusals, found["averaged_bytes"])
+
+
+SINGLE: Mapping[str, object] = {"strategy": "single"}
+
+
+def run_side_by_side(
+    work: Work, batch_size: int, processes: int, folder: Path, strategy: Mapping[str, object] = SINGLE
+) -> list[RunRecord]:
+    """Runs `processes` trainings at the same time, each on its share of the cores; returns their records.
+
+    Args:
+        work: the training.
+        batch_size: the batch size of each training.
+        processes: the number of trainings.
+        folder: the folder for the runs.
+        strategy: the options of `tfdist train` that select the strategy, which trains in one process.
 
     Raises:
         UsageError: a training failed or took too long.
     """
     folders = [folder / str(rank) for rank in range(processes)]
     limit = min(work.examples, work.steps * batch_size)
-    options = {**work.options, "strategy": "single", "batch_size": batch_size, "limit": limit, "epochs": EPOCHS}
+    options = {**work.options, **strategy, "batch_size": batch_size, "limit": limit, "epochs": EPOCHS}
     children = [_start(options, run, work.cores[rank::processes]) for rank, run in enumerate(folders)]
+    _wait_for_all(children, folders, f"A step of {batch_size} examples")
+    return [load_record(run) for run in folders]
+
+
+def _wait_for_all(children: Sequence[subprocess.Popen[bytes]], folders: Sequence[Path], what: str) -> None:
+    """Waits for children; raises `UsageError`, which says `what` they measure, if one failed or took too long."""
     try:
         codes = [child.wait(process, MAX_RUN_SECONDS) for process in children]
     finally:
         for process in children:
             child.kill(process)
-    for run, code in zip(folders, codes, strict=True):
+    for folder, code in zip(folders, codes, strict=True):
         if code != 0:
-            output = (run / OUTPUT).read_text(encoding="utf-8", errors="replace")
-            reason = f"it took longer than {MAX_RUN_SECONDS:g} s" if code is None else terminal.cause(output)
             raise UsageError(
-                f"A step of {batch_size} examples could not be measured: {reason.removeprefix('error: ')}",
+                f"{what} could not be measured: {_reason(folder, code)}",
                 "check that `tfdist train --strategy single` runs with these options",
             )
-    return [load_record(run) for run in folders]
 
 
-def _start(options: dict[str, object], folder: Path, cores: Sequence[int]) -> subprocess.Popen[bytes]:
+def _reason(folder: Path, code: int | None) -> str:
+    """Why a run in `folder` failed, which took too long if it has no exit `code`."""
+    if code is None:
+        return f"it took longer than {MAX_RUN_SECONDS:g} s"
+    # The outputs of the processes, if there are several, and of the command.
+    paths = *sorted((folder / "output").glob("*.log")), folder / OUTPUT
+    causes = [terminal.cause(path.read_text(encoding="utf-8", errors="replace")) for path in paths]
+    return next((cause for cause in causes if cause.startswith("error: ")), causes[-1]).removeprefix("error: ")
+
+
+def _start(
+    options: dict[str, object], folder: Path, cores: Sequence[int], environment: Mapping[str, str] | None = None
+) -> subprocess.Popen[bytes]:
     folder.mkdir(parents=True)
-    process = start_training([*as_options(options), "--quiet", "--run-dir", str(folder)], folder)
+    process = start_training([*as_options(options), "--quiet", "--run-dir", str(folder)], folder, environment)
+    os.sched_setaffinity(process.pid, cores)  # before TensorFlow counts them
+    return process
+
+
+def _start_stages(settings: dict[str, object], folder: Path, cores: Sequence[int]) -> subprocess.Popen[bytes]:
+    folder.mkdir(parents=True)
+    (folder / SETTINGS).write_text(json.dumps(settings), encoding="utf-8")
+    files = str(folder / SETTINGS), str(folder / RESULT)
+    with open(folder / OUTPUT, "wb") as output:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "tfdist.advisor.stages", *files],
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            env=child.environment({"TF_CPP_MIN_LOG_LEVEL": "3"}),
+            start_new_session=True,
+        )
     os.sched_setaffinity(process.pid, cores)  # before TensorFlow counts them
     return process

@@ -132,7 +132,11 @@ def make(
         return Plan(functional, calls, _begins(model, calls, named))
     if stages == 1:
         return Plan(functional, calls, [0])
-    costs = measured(calls, batch_size, micro_batches, balance, model)
+    return cut(functional, calls, measured(calls, batch_size, micro_batches, balance, model), stages, all_train)
+
+
+def cut(functional: Any, calls: Sequence[Call], costs: Sequence[float], stages: int, all_train: bool) -> Plan:
+    """Divides calls with these costs into balanced stages, see `make`."""
     trains = [bool(getattr(call.operation, "trainable_variables", ())) for call in calls]
     required = trains if all_train and sum(trains) >= stages else None
     return Plan(functional, calls, balanced(costs, stages, required), costs)

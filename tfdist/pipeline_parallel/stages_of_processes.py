@@ -199,7 +199,7 @@ class DelayedStageProgram(_WithMessages, DelayedProgram):
             self.steps_together = STEPS_TOGETHER
 
 
-def _require_separate(model: Any, plan: Plan) -> None:
+def require_separate(model: Any, plan: Plan) -> None:
     """Raises `UsageError` if two stages share a layer, or a stage has nothing to train."""
     stages: dict[int, int] = {}  # by the `id`s of variables
     for number in range(len(plan.begins)):
@@ -379,7 +379,7 @@ class StagesOfProcesses(JobStrategy):
         if id(functional) not in self._plans:
             self.check(model)
             made = self._plan(model)
-            _require_separate(model, made)
+            require_separate(model, made)
             slots = [variable for optimizer in optimizers if optimizer.built for variable in optimizer.variables]
             super().broadcast_variables([*model.variables, *slots])
             _free_other_stages(made, self.world, model.metrics_variables)

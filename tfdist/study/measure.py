@@ -20,7 +20,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -317,12 +317,25 @@ def run(turn: Turn, plan: Plan, study: Study, limit_seconds: float) -> Measured:
     return measured
 
 
-def start_training(options: Sequence[str], folder: Path) -> subprocess.Popen[bytes]:
-    """Starts `tfdist train` as the leader of a process group; its output goes to a file in `folder`."""
+def start_training(
+    options: Sequence[str], folder: Path, environment: Mapping[str, str] | None = None
+) -> subprocess.Popen[bytes]:
+    """Starts `tfdist train` as the leader of a process group; its output goes to a file in `folder`.
+
+    Args:
+        options: the options of the command.
+        folder: an existing folder.
+        environment: the environment variables; `None` for those of this process.
+    """
     command = [sys.executable, "-m", "tfdist.train", *options]
     with open(folder / OUTPUT, "wb") as output:
         return subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            env=environment,
+            start_new_session=True,
         )
 
 
