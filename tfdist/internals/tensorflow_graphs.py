@@ -143,6 +143,24 @@ def body(operation: tf.Operation, attribute: str) -> Any:
     return _graph_of(operation, operation.get_attr(attribute).name)
 
 
+def is_loop(operation: tf.Operation) -> bool:
+    """Whether an operation is a while loop, whose attribute "body" is the function of an iteration."""
+    return operation.type in ("While", "StatelessWhile")
+
+
+def most_iterations(loop: tf.Operation) -> int | None:
+    """The `maximum_iterations` of a `tf.while_loop`; `None` if there is none, or if it is not a constant of the graph."""
+    limit = tf.get_static_value(loop.inputs[1])  # inputs: a counter, the limit or -1, the variables of the loop
+    return int(limit) if limit is not None and limit > 0 else None
+
+
+def functions(operation: tf.Operation) -> list[Any]:
+    """The graphs of the functions that the attributes of `operation` name, with their `inputs` and `outputs`."""
+    return [
+        _graph_of(operation, value.func.name) for value in operation.node_def.attr.values() if value.HasField("func")
+    ]
+
+
 def called(operation: tf.Operation) -> Any:
     """The graph of the function that `operation` calls once and unconditionally; `None` if it calls none."""
     if operation.type in ("PartitionedCall", "StatefulPartitionedCall"):
@@ -405,6 +423,11 @@ def ancestors(
             reached[operation.name] = operation
             waiting += predecessors(operation)
     return reached
+
+
+def needed(graph: Any) -> set[str]:
+    """The names of the operations on which the outputs and effects of a function depend."""
+    return set(ancestors([*(tensor.op for tensor in graph.outputs), *graph.control_outputs]))
 
 
 def effective(operations: Sequence[tf.Operation]) -> set[str]:

@@ -8,7 +8,7 @@ that uses it. Elementwise operations overwrite an argument that nothing else use
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,6 +24,7 @@ from tfdist.internals.keras import tf_variable
 from tfdist.loop import building
 from tfdist.loop.inner_loop import StepProgram
 from tfdist.loop.recomputation import UNKNOWN_LENGTH, Key, key
+from tfdist.loop.while_loops import UPDATES, WhileLoop
 
 # The overhead of a CPU process relative to the peak: the allocator keeps freed blocks and cannot reuse all of them.
 # Fitted to five models (see `benchmarks/estimates.py`), and checked with others.
@@ -119,39 +120,92 @@ def peak_bytes(operations: Sequence[tf.Operation]) -> int:
     Args:
         operations: all operations of a graph.
     """
-    needed = graphs.effective(operations)
-    remaining: dict[Key, int] = {}  # the number of outstanding uses of each result
-    for operation in operations:
-        for root in _used(operation) if operation.name in needed else ():
-            remaining[root] = remaining.get(root, 0) + 1
-    in_memory: dict[Key, int] = {}
-    current = peak = 0
-    for operation in _in_order(operations, needed):
-        if operation.type in _OF_VARIABLES:
-            continue
-        used = _used(operation)
-        made = [tensor for tensor in operation.outputs if key(graphs.root(tensor)) == key(tensor)]
-        results = {key(tensor): graphs.bytes_of(tensor, UNKNOWN_LENGTH) for tensor in made}
-        for root in used:
-            remaining[root] -= 1
-        done = [root for root in dict.fromkeys(used) if remaining[root] == 0 and root in in_memory]
+    return _Execution(operations, graphs.effective(operations)).peak_bytes()
+
+
+class _Execution:
+    """The execution of a graph, one operation after the other, with the memory of the results.
+
+    Args:
+        operations: all operations of the graph.
+        needed: the names of those that run.
+    """
+
+    def __init__(self, operations: Sequence[tf.Operation], needed: set[str]):
+        self._loops = {o.name: WhileLoop(o) for o in operations if o.name in needed and graphs.is_loop(o)}
+        self._order = _in_order(operations, needed)
+        self._sizes: dict[Key, int] = {}  # of all results, in bytes
+        self._remaining: dict[Key, int] = {}  # the number of outstanding uses of each result
+        for operation in self._order:
+            for root in self._used(operation):
+                self._remaining[root] = self._remaining.get(root, 0) + 1
+
+    def peak_bytes(self) -> int:
+        in_memory: dict[Key, int] = {}
+        current = peak = 0
+        for operation in self._order:
+            if operation.type in _OF_VARIABLES:
+                continue
+            used, results = self._used(operation), self._results(operation)
+            self._sizes |= results
+            for root in used:
+                self._remaining[root] -= 1
+            done = [root for root in dict.fromkeys(used) if self._remaining[root] == 0 and root in in_memory]
+            # While a function runs, arguments and results are in memory, and parts of the results replace arguments.
+            inside = max((_peak_in(function) for function in graphs.functions(operation)), default=0)
+            peak = max(peak, current + inside)
+            for root in self._overwritten(operation, done, results):
+                current -= in_memory.pop(root)
+            in_memory |= results
+            current += sum(results.values())
+            peak = max(peak, current + inside)
+            for root in [*done, *(name for name in results if not self._remaining.get(name))]:
+                current -= in_memory.pop(root, 0)
+        return peak
+
+    def _results(self, operation: tf.Operation) -> dict[Key, int]:
+        """The size of each result that has its own memory, in bytes."""
+        if operation.name in self._loops:
+            of_arguments = [self._sizes.get(self._root(tensor), 0) for tensor in operation.inputs]
+            sizes = self._loops[operation.name].result_bytes(of_arguments)
+        elif operation.type == "TensorListFromTensor":  # which copies
+            sizes = [graphs.bytes_of(operation.inputs[0], UNKNOWN_LENGTH)]
+        elif operation.type == "ZerosLike" and operation.outputs[0].dtype == tf.variant:
+            sizes = [self._sizes.get(self._root(operation.inputs[0]), 0)]
+        else:
+            sizes = [graphs.bytes_of(tensor, UNKNOWN_LENGTH) for tensor in operation.outputs]
+        pairs = zip(operation.outputs, sizes, strict=True)
+        return {key(tensor): size for tensor, size in pairs if self._root(tensor) == key(tensor)}
+
+    def _overwritten(self, operation: tf.Operation, done: Sequence[Key], results: Mapping[Key, int]) -> list[Key]:
+        """The arguments whose memory the results take over, among those that nothing else uses."""
+        if operation.name in self._loops:  # lists that a loop fills or empties
+            return [self._root(t) for t in operation.inputs if t.dtype == tf.variant and self._root(t) in done]
         if operation.type in _OVERWRITING and results:
             size = next(iter(results.values()))
-            overwritten = next((root for root in done if in_memory[root] == size), None)
-            if overwritten is not None:
-                current -= in_memory.pop(overwritten)
-                done.remove(overwritten)
-        in_memory |= results
-        current += sum(results.values())
-        peak = max(peak, current)
-        for root in [*done, *(name for name in results if not remaining.get(name))]:
-            current -= in_memory.pop(root, 0)
-    return peak
+            return [root for root in done if self._sizes[root] == size][:1]
+        return []
+
+    def _used(self, operation: tf.Operation) -> list[Key]:
+        """The results whose memory an operation reads."""
+        return [] if operation.type in graphs.OF_SHAPE else [self._root(tensor) for tensor in operation.inputs]
+
+    def _root(self, tensor: tf.Tensor) -> Key:
+        """The result whose memory a tensor shares."""
+        while True:
+            tensor = graphs.root(tensor)
+            loop, index = self._loops.get(tensor.op.name), tensor.value_index
+            if loop is not None and loop.passes_on(index):
+                tensor = tensor.op.inputs[index]
+            elif tensor.op.type in UPDATES and index == 0:
+                tensor = tensor.op.inputs[0]
+            else:
+                return key(tensor)
 
 
-def _used(operation: tf.Operation) -> list[Key]:
-    """Returns the results whose memory an operation reads."""
-    return [] if operation.type in graphs.OF_SHAPE else [key(graphs.root(tensor)) for tensor in operation.inputs]
+def _peak_in(function: Any) -> int:
+    """The largest sum of the results of a function's operations that are in memory at the same time."""
+    return _Execution(function.get_operations(), graphs.needed(function)).peak_bytes()
 
 
 def _in_order(operations: Sequence[tf.Operation], needed: set[str]) -> list[tf.Operation]:

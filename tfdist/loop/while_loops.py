@@ -1,0 +1,105 @@
+"""The lists of a graph's while loops, which hold a tensor per iteration, and their memory.
+
+To differentiate a loop, such as a recurrent layer's over the words of a sentence, TensorFlow adds lists to the loop of
+the forward pass: each iteration appends what the backward pass needs of it, and the loop of the backward pass removes
+it again. The inputs and outputs of each step are lists too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import tensorflow as tf
+
+from tfdist.internals import tensorflow_graphs as graphs
+from tfdist.loop.recomputation import UNKNOWN_LENGTH, Key, key
+
+# Operations whose first result is the list that they change.
+UPDATES = frozenset(("TensorListPushBack", "TensorListPopBack", "TensorListSetItem"))
+# Operations whose result is in the memory of a variable, of a list, or of the graph.
+_SHARING = frozenset(("ReadVariableOp", "TensorListGetItem", "TensorListPopBack", "Const", "Placeholder"))
+
+
+class WhileLoop:
+    """A while loop of a graph.
+
+    Args:
+        operation: an operation for which `graphs.is_loop` holds.
+
+    Attributes:
+        body: the graph of one iteration, whose inputs and outputs correspond to those of the operation.
+        iterations: the largest number of iterations if that is a constant of the graph; otherwise the length of the
+            longest tensor that the loop reads by its first axis, as recurrent layers do; `UNKNOWN_LENGTH` without any.
+    """
+
+    def __init__(self, operation: tf.Operation):
+        self._operation = operation
+        self.body = graphs.body(operation, "body")
+        self._index = {key(tensor): index for index, tensor in enumerate(self.body.inputs)}
+        lengths = [_length(tensor) or 0 for tensor in operation.inputs if tensor.op.type == "TensorListFromTensor"]
+        self.iterations = graphs.most_iterations(operation) or max(lengths, default=0) or UNKNOWN_LENGTH
+
+    def passes_on(self, index: int) -> bool:
+        """Whether result `index` is the argument with that number, unchanged."""
+        return self._argument(self.body.outputs[index]) == index
+
+    def result_bytes(self, of_arguments: Sequence[int]) -> list[int]:
+        """The size of each result in bytes; a tensor that is in several lists counts once.
+
+        Args:
+            of_arguments: the size of each argument in bytes.
+        """
+        counted: set[Key] = set()
+        return [
+            self._list_bytes(tensor, of_arguments, counted)
+            if tensor.dtype == tf.variant
+            else graphs.bytes_of(tensor, UNKNOWN_LENGTH)
+            for tensor in self.body.outputs
+        ]
+
+    def _list_bytes(self, tensor: tf.Tensor, of_arguments: Sequence[int], counted: set[Key]) -> int:
+        """The size of a list of the body after the last iteration."""
+        argument = self._argument(tensor)
+        if argument is not None:
+            return of_arguments[argument]
+        operation = graphs.root(tensor).op
+        if operation.type in ("TensorListPushBack", "TensorListSetItem"):
+            before = self._list_bytes(operation.inputs[0], of_arguments, counted)
+            item = self._new_bytes(operation.inputs[-1], counted)
+            if operation.type == "TensorListPushBack":
+                return before + self.iterations * item
+            return max(before, self._length_of(operation.inputs[0]) * item)
+        if operation.type == "AddN":  # of the gradients of a list
+            return max(self._list_bytes(part, of_arguments, counted) for part in operation.inputs)
+        return 0  # emptied by the loop, or made in each iteration
+
+    def _new_bytes(self, tensor: tf.Tensor, counted: set[Key]) -> int:
+        """The memory that an element of a list takes in each iteration."""
+        root = graphs.root(tensor)
+        argument = self._argument(root)
+        if argument is not None:  # the result of the previous iteration
+            root = graphs.root(self.body.outputs[argument])
+        if root.op.type in _SHARING or key(root) in counted:
+            return 0
+        counted.add(key(root))
+        return graphs.bytes_of(root, UNKNOWN_LENGTH)
+
+    def _length_of(self, items: tf.Tensor) -> int:
+        argument = self._argument(items)
+        return _length(items if argument is None else self._operation.inputs[argument]) or self.iterations
+
+    def _argument(self, tensor: tf.Tensor) -> int | None:
+        """The number of the argument whose memory a tensor of the body shares; `None` if it shares none."""
+        return self._index.get(key(graphs.root(tensor)))
+
+
+def _length(items: tf.Tensor) -> int | None:
+    """The number of elements of a list that was made with a constant length; `None` for others."""
+    operation = graphs.root(items).op
+    if operation.type == "TensorListFromTensor":
+        shape = operation.inputs[0].shape
+        return shape[0] if shape.rank else None
+    if operation.type == "TensorListReserve":
+        length = tf.get_static_value(operation.inputs[1])
+        return None if length is None else int(length)
+    return None
