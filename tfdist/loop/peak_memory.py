@@ -22,13 +22,13 @@ from tfdist.internals import tensorflow as tensorflow_internals
 from tfdist.internals import tensorflow_graphs as graphs
 from tfdist.internals.keras import tf_variable
 from tfdist.loop import building
+from tfdist.loop.bfc_allocator import SMALL_BYTES, BfcAllocator, Chunk
 from tfdist.loop.inner_loop import StepProgram
 from tfdist.loop.recomputation import UNKNOWN_LENGTH, Key, key
 from tfdist.loop.while_loops import UPDATES, WhileLoop
 
-# The overhead of a CPU process relative to the peak: the allocator keeps freed blocks and cannot reuse all of them.
-# Fitted to five models (see `benchmarks/estimates.py`), and checked with others.
-ALLOCATOR_SHARE = 0.35
+# Later steps find the memory as the steps before left it.
+_STEPS = 3
 
 
 @dataclass(frozen=True)
@@ -47,11 +47,7 @@ class Estimate:
     slots: int
     gradients: int
     activations: int
-
-    @property
-    def allocator(self) -> int:
-        """The empirical overhead of the CPU allocator."""
-        return round(ALLOCATOR_SHARE * (self.weights + self.slots + self.gradients + self.activations))
+    allocator: int
 
     @property
     def total(self) -> int:
@@ -90,19 +86,32 @@ def of_training(strategy: Any, model: Any, batch_size: int, spec: Any) -> Estima
         begin = tf.constant(0)
         program._step(None, None)
         operations = begin.graph.get_operations()
-    weights = _bytes(model.variables)
-    slots = _bytes([v for optimizer in keras_internals.optimizers(model) for v in optimizer.variables])
-    gradients = _bytes(model.trainable_variables)
-    return Estimate(weights, slots, gradients, max(0, peak_bytes(operations) - gradients))
+    slots = [variable for optimizer in keras_internals.optimizers(model) for variable in optimizer.variables]
+    memory = Memory()
+    for size in [*_sizes(model.variables), *_sizes(slots)]:
+        memory.allocate(size)
+    variables = memory.in_use
+    step = Execution(operations, graphs.effective(operations), inputs_exist=False)
+    for _ in range(_STEPS):
+        step.run(memory)
+    gradients = sum(_sizes(model.trainable_variables))
+    return Estimate(
+        weights=sum(_sizes(model.variables)),
+        slots=sum(_sizes(slots)),
+        gradients=gradients,
+        activations=max(0, memory.peak - variables - gradients),
+        allocator=max(0, memory.allocator.touched_bytes - memory.peak),
+    )
 
 
-def _bytes(variables: Sequence[Any]) -> int:
+def _sizes(variables: Sequence[Any]) -> list[int]:
+    """The size of each of the distinct variables, in bytes."""
     distinct = {id(variable): tf_variable(variable) for variable in variables}
-    return sum(math.prod(variable.shape) * variable.dtype.size for variable in distinct.values())
+    return [math.prod(variable.shape) * variable.dtype.size for variable in distinct.values()]
 
 
 # Operations whose results are in memory that is counted elsewhere.
-_OF_VARIABLES = frozenset(("ReadVariableOp", "VarHandleOp", "Placeholder", "Const"))
+_OF_VARIABLES = frozenset(("ReadVariableOp", "VarHandleOp", "Const"))
 # Operations that overwrite an argument of the size of their result, if nothing else uses it.
 _OVERWRITING = frozenset(
     (
@@ -114,54 +123,88 @@ _OVERWRITING = frozenset(
 )
 
 
-def peak_bytes(operations: Sequence[tf.Operation]) -> int:
-    """Returns the largest sum of the results that are in memory at the same time, without variables.
+class Memory:
+    """The memory of tensors.
 
-    Args:
-        operations: all operations of a graph.
+    Attributes:
+        in_use: the size of all tensors that are in memory, in bytes.
+        peak: the largest `in_use` so far.
+        allocator: which has the memory of all but small tensors.
     """
-    return _Execution(operations, graphs.effective(operations)).peak_bytes()
+
+    def __init__(self) -> None:
+        self.in_use = self.peak = 0
+        self.allocator = BfcAllocator()
+
+    def allocate(self, size: int, parts: int = 1) -> list[Chunk]:
+        """Allocates a tensor of `size` bytes, or a list of tensors, its `parts`."""
+        self.in_use += size
+        self.peak = max(self.peak, self.in_use)
+        of_part = size // parts
+        return [self.allocator.allocate(of_part) for _ in range(parts)] if of_part >= SMALL_BYTES else []
+
+    def free(self, size: int, chunks: Sequence[Chunk]) -> None:
+        """Frees what `allocate` returned."""
+        self.in_use -= size
+        for chunk in chunks:
+            self.allocator.free(chunk)
 
 
-class _Execution:
-    """The execution of a graph, one operation after the other, with the memory of the results.
+class Execution:
+    """The execution of a graph or of a function, one operation after the other.
 
     Args:
         operations: all operations of the graph.
         needed: the names of those that run.
+        inputs_exist: whether the inputs of the graph are in memory before, as the arguments of a function.
     """
 
-    def __init__(self, operations: Sequence[tf.Operation], needed: set[str]):
+    def __init__(self, operations: Sequence[tf.Operation], needed: set[str], *, inputs_exist: bool):
+        self._existing = _OF_VARIABLES | {"Placeholder"} if inputs_exist else _OF_VARIABLES
         self._loops = {o.name: WhileLoop(o) for o in operations if o.name in needed and graphs.is_loop(o)}
-        self._order = _in_order(operations, needed)
+        self._order = [o for o in _in_order(operations, needed) if o.type not in self._existing]
         self._sizes: dict[Key, int] = {}  # of all results, in bytes
-        self._remaining: dict[Key, int] = {}  # the number of outstanding uses of each result
+        self._uses: dict[Key, int] = {}  # how many operations use each result
         for operation in self._order:
             for root in self._used(operation):
-                self._remaining[root] = self._remaining.get(root, 0) + 1
+                self._uses[root] = self._uses.get(root, 0) + 1
+        self._functions = {
+            operation.name: [
+                Execution(function.get_operations(), graphs.needed(function), inputs_exist=True)
+                for function in graphs.functions(operation)
+            ]
+            for operation in self._order
+        }
 
-    def peak_bytes(self) -> int:
-        in_memory: dict[Key, int] = {}
-        current = peak = 0
+    def run(self, memory: Memory) -> None:
+        """Allocates and frees the results, and those within the functions that the operations call."""
+        remaining = dict(self._uses)
+        allocated: dict[Key, list[Chunk]] = {}
         for operation in self._order:
-            if operation.type in _OF_VARIABLES:
-                continue
             used, results = self._used(operation), self._results(operation)
             self._sizes |= results
             for root in used:
-                self._remaining[root] -= 1
-            done = [root for root in dict.fromkeys(used) if self._remaining[root] == 0 and root in in_memory]
-            # While a function runs, arguments and results are in memory, and parts of the results replace arguments.
-            inside = max((_peak_in(function) for function in graphs.functions(operation)), default=0)
-            peak = max(peak, current + inside)
+                remaining[root] -= 1
+            done = [root for root in dict.fromkeys(used) if remaining[root] == 0 and root in allocated]
+            loop = self._loops.get(operation.name)
+            self._call(operation, memory)
             for root in self._overwritten(operation, done, results):
-                current -= in_memory.pop(root)
-            in_memory |= results
-            current += sum(results.values())
-            peak = max(peak, current + inside)
-            for root in [*done, *(name for name in results if not self._remaining.get(name))]:
-                current -= in_memory.pop(root, 0)
-        return peak
+                memory.free(self._sizes[root], allocated.pop(root))
+            for tensor in operation.outputs:
+                if (name := key(tensor)) in results:
+                    parts = loop.iterations if loop is not None and tensor.dtype == tf.variant else 1
+                    allocated[name] = memory.allocate(results[name], parts)
+            if loop is not None:  # its last iteration has other lists in memory than the first one
+                self._call(operation, memory)
+            for root in [*done, *(name for name in results if not remaining.get(name))]:
+                if root in allocated:
+                    memory.free(self._sizes[root], allocated.pop(root))
+        for root, chunks in allocated.items():
+            memory.free(self._sizes[root], chunks)
+
+    def _call(self, operation: tf.Operation, memory: Memory) -> None:
+        for function in self._functions[operation.name]:
+            function.run(memory)
 
     def _results(self, operation: tf.Operation) -> dict[Key, int]:
         """The size of each result that has its own memory, in bytes."""
@@ -201,11 +244,6 @@ class _Execution:
                 tensor = tensor.op.inputs[0]
             else:
                 return key(tensor)
-
-
-def _peak_in(function: Any) -> int:
-    """The largest sum of the results of a function's operations that are in memory at the same time."""
-    return _Execution(function.get_operations(), graphs.needed(function)).peak_bytes()
 
 
 def _in_order(operations: Sequence[tf.Operation], needed: set[str]) -> list[tf.Operation]:
