@@ -21,8 +21,9 @@ from __future__ import annotations
 import bisect
 import dataclasses
 
-# Chunks are multiples of this size, and smaller allocations than the threshold are those of the C library.
-_UNIT, SMALL_BYTES = 256, 4096
+# Smaller tensors are allocated by the C library.
+LARGE_BYTES = 1 << 18
+_UNIT = 256  # the size of a chunk is a multiple
 _FIRST_REGION_BYTES = 2 << 20
 # A chunk is cut if more than this would be lost in it, even if it is not twice as large as wanted.
 _MOST_LOST_BYTES = 128 << 20

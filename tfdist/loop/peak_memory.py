@@ -22,7 +22,7 @@ from tfdist.internals import tensorflow as tensorflow_internals
 from tfdist.internals import tensorflow_graphs as graphs
 from tfdist.internals.keras import tf_variable
 from tfdist.loop import building
-from tfdist.loop.bfc_allocator import SMALL_BYTES, BfcAllocator, Chunk
+from tfdist.loop.bfc_allocator import LARGE_BYTES, BfcAllocator, Chunk
 from tfdist.loop.inner_loop import StepProgram
 from tfdist.loop.recomputation import UNKNOWN_LENGTH, Key, key
 from tfdist.loop.while_loops import UPDATES, WhileLoop
@@ -32,15 +32,17 @@ _STEPS = 3
 
 
 @dataclass(frozen=True)
-class Estimate:
-    """The memory of one replica, in bytes.
+class StepMemory:
+    """The memory of the tensors of one replica, in bytes, and the size of its graph.
 
     Attributes:
         weights: the variables of the model.
         slots: the variables of its optimizers.
         gradients: the gradients of the trainable variables.
-        activations: everything else in memory at the peak of a step: results of the forward pass that the backward pass
-            needs, and temporary results.
+        activations: everything else in memory at the peak of a step: the batch, results of the forward pass that the
+            backward pass needs, and temporary results.
+        allocator: memory between the tensors that TensorFlow's allocator could not use.
+        operations: the number of operations in the graph of a step, with those of the functions that it calls.
     """
 
     weights: int
@@ -48,10 +50,7 @@ class Estimate:
     gradients: int
     activations: int
     allocator: int
-
-    @property
-    def total(self) -> int:
-        return self.weights + self.slots + self.gradients + self.activations + self.allocator
+    operations: int
 
 
 class _OneBatch(Batches):
@@ -65,7 +64,7 @@ class _OneBatch(Batches):
         return tensorflow_internals.placeholders(self.spec), 1.0
 
 
-def of_training(strategy: Any, model: Any, batch_size: int, spec: Any) -> Estimate:
+def of_training(strategy: Any, model: Any, batch_size: int, spec: Any) -> StepMemory:
     """Estimates the memory of a training step of `model`.
 
     Args:
@@ -95,12 +94,13 @@ def of_training(strategy: Any, model: Any, batch_size: int, spec: Any) -> Estima
     for _ in range(_STEPS):
         step.run(memory)
     gradients = sum(_sizes(model.trainable_variables))
-    return Estimate(
+    return StepMemory(
         weights=sum(_sizes(model.variables)),
         slots=sum(_sizes(slots)),
         gradients=gradients,
         activations=max(0, memory.peak - variables - gradients),
-        allocator=max(0, memory.allocator.touched_bytes - memory.peak),
+        allocator=memory.lost,
+        operations=step.operations,
     )
 
 
@@ -129,25 +129,34 @@ class Memory:
     Attributes:
         in_use: the size of all tensors that are in memory, in bytes.
         peak: the largest `in_use` so far.
-        allocator: which has the memory of all but small tensors.
     """
 
     def __init__(self) -> None:
         self.in_use = self.peak = 0
-        self.allocator = BfcAllocator()
+        self._large = self._large_peak = 0  # the same for large tensors, which `_allocator` has
+        self._allocator = BfcAllocator()
+
+    @property
+    def lost(self) -> int:
+        """The memory of the allocator that was not in use at the peak, in bytes."""
+        return self._allocator.touched_bytes - self._large_peak
 
     def allocate(self, size: int, parts: int = 1) -> list[Chunk]:
         """Allocates a tensor of `size` bytes, or a list of tensors, its `parts`."""
         self.in_use += size
         self.peak = max(self.peak, self.in_use)
-        of_part = size // parts
-        return [self.allocator.allocate(of_part) for _ in range(parts)] if of_part >= SMALL_BYTES else []
+        if size < parts * LARGE_BYTES:
+            return []
+        self._large += size
+        self._large_peak = max(self._large_peak, self._large)
+        return [self._allocator.allocate(size // parts) for _ in range(parts)]
 
     def free(self, size: int, chunks: Sequence[Chunk]) -> None:
         """Frees what `allocate` returned."""
         self.in_use -= size
+        self._large -= size if chunks else 0
         for chunk in chunks:
-            self.allocator.free(chunk)
+            self._allocator.free(chunk)
 
 
 class Execution:
@@ -175,6 +184,11 @@ class Execution:
             ]
             for operation in self._order
         }
+
+    @property
+    def operations(self) -> int:
+        """The number of operations, with those of the functions that they call."""
+        return len(self._order) + sum(function.operations for group in self._functions.values() for function in group)
 
     def run(self, memory: Memory) -> None:
         """Allocates and frees the results, and those within the functions that the operations call."""
