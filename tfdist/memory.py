@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 WHOLE_COPIES = ("single", "mirrored", "custom", "multiworker", "horovod", "mpi_split")
 
 _MOST_BYTES = 10_000_000  # of a record
+# A file in memory, Python's `io.BytesIO`, grows by an eighth more than what is written (`Modules/_io/bytesio.c`).
+_GROWTH = 9 / 8
 
 _training = terminal.options_of("Training")
 
@@ -73,7 +75,7 @@ class Estimate:
         graph: the operations of a step, with the memory of one that was measured.
         examples: those of all splits, if they stay in memory.
         weights, gradients, slots, activations, allocator: see `tfdist.loop.peak_memory.StepMemory`.
-        checkpoint: the copy of weights and slots that is written in the background.
+        saving: the file of the trained model, which Keras makes in memory while TensorFlow keeps that of the steps.
     """
 
     framework: int
@@ -84,7 +86,7 @@ class Estimate:
     slots: int
     activations: int
     allocator: int
-    checkpoint: int
+    saving: int
 
     @property
     def total(self) -> int:
@@ -104,7 +106,7 @@ def _tensors(step: StepMemory, examples: int) -> dict[str, int]:
     """The rows of an estimate that are computed."""
     sizes = dataclasses.asdict(step)
     del sizes["operations"]
-    return {"examples": examples, **sizes, "checkpoint": step.weights + step.slots}
+    return {"examples": examples, **sizes, "saving": round(_GROWTH * (step.weights + step.slots))}
 
 
 def of_step(
