@@ -147,9 +147,6 @@ def _bytes_per_example(feed: Any) -> float:
     return sum(math.prod(tensor.shape) * tensor.dtype.size for tensor in distinct.values()) / max(1, feed.examples)
 
 
-# Models that train within seconds and have hardly any tensors: the difference between them is that of their graphs.
-_FEW_OPERATIONS = "mlp", {"units": 8}
-_MANY_OPERATIONS = "mobilenet_v3_small", {"width": 0.05}
 _TINY_DATA = {"task": "classification", "shape": (32, 32, 3), "train": 16, "validation": 8, "test": 8}
 _TINY_BATCH = 8
 _SECONDS_TO_TRAIN = 600.0
@@ -158,13 +155,15 @@ _SECONDS_TO_TRAIN = 600.0
 def base() -> tuple[float, float]:
     """The memory of a process that trains without any operations, and that of each operation, in bytes.
 
-    They are measured once per machine, with two trainings in child processes: the line through their peaks.
+    They are measured once per machine, by training two models that have hardly any tensors: the difference between
+    the peaks of their processes is that of their graphs.
     """
 
     @functools.cache
     def measured() -> tuple[float, float]:
         terminal.say("Measuring TensorFlow's own memory, once per machine ...")
-        (few, few_bytes), (many, many_bytes) = map(_without_tensors, (_FEW_OPERATIONS, _MANY_OPERATIONS))
+        few, few_bytes = _without_tensors("mlp", {"units": 8})
+        many, many_bytes = _without_tensors("mobilenet_v3_small", {"width": 0.05})
         operation_bytes = (many_bytes - few_bytes) / (many - few)
         return few_bytes - few * operation_bytes, operation_bytes
 
@@ -174,12 +173,11 @@ def base() -> tuple[float, float]:
     )
 
 
-def _without_tensors(model: tuple[str, dict[str, Any]]) -> tuple[int, int]:
+def _without_tensors(model: str, model_options: dict[str, Any]) -> tuple[int, int]:
     """The operations of a model's step, and the peak memory of a process that trains it less that of its tensors."""
-    name, model_options = model
-    step, examples = of_step(name, "synthetic", _TINY_BATCH, data_options=_TINY_DATA, model_options=model_options)
+    step, examples = of_step(model, "synthetic", _TINY_BATCH, data_options=_TINY_DATA, model_options=model_options)
     tensors = sum(_tensors(step, examples).values())
-    return step.operations, trained_bytes(name, "synthetic", _TINY_BATCH, _TINY_DATA, model_options) - tensors
+    return step.operations, trained_bytes(model, "synthetic", _TINY_BATCH, _TINY_DATA, model_options) - tensors
 
 
 def trained_bytes(

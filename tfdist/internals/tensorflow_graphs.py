@@ -149,16 +149,20 @@ def is_loop(operation: tf.Operation) -> bool:
 
 
 def most_iterations(loop: tf.Operation) -> int | None:
-    """The `maximum_iterations` of a `tf.while_loop`; `None` if there is none, or if it is not a constant of the graph."""
+    """The `maximum_iterations` of a `tf.while_loop`; `None` if there is none, or if it is no constant."""
     limit = tf.get_static_value(loop.inputs[1])  # inputs: a counter, the limit or -1, the variables of the loop
     return int(limit) if limit is not None and limit > 0 else None
 
 
 def functions(operation: tf.Operation) -> list[Any]:
-    """The graphs of the functions that the attributes of `operation` name, with their `inputs` and `outputs`."""
-    return [
-        _graph_of(operation, value.func.name) for value in operation.node_def.attr.values() if value.HasField("func")
-    ]
+    """The graphs of the functions that `operation` calls or chooses from: of a call, a loop or an `If`."""
+    return [body(operation, attribute) for attribute in _attributes_of_functions(operation.type)]
+
+
+@functools.cache
+def _attributes_of_functions(kind: str) -> tuple[str, ...]:
+    definition = op_def_registry.get(kind)
+    return tuple(attribute.name for attribute in definition.attr if attribute.type == "func") if definition else ()
 
 
 def called(operation: tf.Operation) -> Any:
