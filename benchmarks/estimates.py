@@ -19,7 +19,7 @@ LARGE = {
     **{"resnet18": 64, "segnet": 32, "bilstm": 128, "textcnn": 256, "seq2seq": 128},
 }
 BATCH_SIZES = SMALL | LARGE
-STEPS = 3
+STEPS = 2
 TARGET = 0.15
 
 

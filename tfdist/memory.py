@@ -202,7 +202,7 @@ def trained_bytes(
         if not result.succeeded:
             raise ClusterError(
                 f"The memory of a training of `{model}` could not be measured: its process {result.description()}: "
-                f"{result.last_line()}",
+                f"{terminal.cause(result.err)}",
                 "run `tfdist doctor`",
             )
         record = json.loads(files.read_text(run / "run.json", _MOST_BYTES))

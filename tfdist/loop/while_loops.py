@@ -29,15 +29,21 @@ class WhileLoop:
     Attributes:
         body: the graph of one iteration, whose inputs and outputs correspond to those of the operation.
         iterations: the largest number of iterations if that is a constant of the graph; otherwise the length of the
-            longest tensor that the loop reads by its first axis, as recurrent layers do; `UNKNOWN_LENGTH` without any.
+            longest list that the loop reads, such as the words of a sentence, or what each iteration of another loop
+            has left; `UNKNOWN_LENGTH` without any.
     """
 
     def __init__(self, operation: tf.Operation):
         self._operation = operation
         self.body = graphs.body(operation, "body")
         self._index = {key(tensor): index for index, tensor in enumerate(self.body.inputs)}
-        lengths = [_length(tensor) or 0 for tensor in operation.inputs if tensor.op.type == "TensorListFromTensor"]
-        self.iterations = graphs.most_iterations(operation) or max(lengths, default=0) or UNKNOWN_LENGTH
+        self.iterations = graphs.most_iterations(operation) or self._longest_list() or UNKNOWN_LENGTH
+
+    def _longest_list(self) -> int:
+        made = [graphs.root(tensor).op for tensor in self._operation.inputs if tensor.dtype == tf.variant]
+        lengths = [WhileLoop(other).iterations for other in dict.fromkeys(made) if graphs.is_loop(other)]
+        lengths += [other.inputs[0].shape[0] or 0 for other in made if other.type == "TensorListFromTensor"]
+        return max(lengths, default=0)
 
     def passes_on(self, index: int) -> bool:
         """Whether result `index` is the argument with that number, unchanged."""
@@ -65,10 +71,12 @@ class WhileLoop:
         operation = graphs.root(tensor).op
         if operation.type in ("TensorListPushBack", "TensorListSetItem"):
             before = self._list_bytes(operation.inputs[0], of_arguments, counted)
-            item = self._new_bytes(operation.inputs[-1], counted)
             if operation.type == "TensorListPushBack":
-                return before + self.iterations * item
-            return max(before, self._length_of(operation.inputs[0]) * item)
+                return before + self.iterations * self._new_bytes(operation.inputs[1], counted)
+            length = self._length_of(operation.inputs[0])
+            # A shorter list has only the items of the last iterations, and other lists those of all.
+            item = self._new_bytes(operation.inputs[2], counted if length >= self.iterations else set())
+            return max(before, length * item)
         if operation.type == "AddN":  # of the gradients of a list
             return max(self._list_bytes(part, of_arguments, counted) for part in operation.inputs)
         return 0  # emptied by the loop, or made in each iteration
@@ -97,8 +105,7 @@ def _length(items: tf.Tensor) -> int | None:
     """The number of elements of a list that was made with a constant length; `None` for others."""
     operation = graphs.root(items).op
     if operation.type == "TensorListFromTensor":
-        shape = operation.inputs[0].shape
-        return shape[0] if shape.rank else None
+        return operation.inputs[0].shape[0]
     if operation.type == "TensorListReserve":
         length = tf.get_static_value(operation.inputs[1])
         return None if length is None else int(length)
