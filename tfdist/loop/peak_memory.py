@@ -2,7 +2,11 @@
 
 The step is traced with variables that have a shape but no memory. Its operations are then visited in the order in which
 they were traced, which back-propagation also follows: a result is in memory from its operation to the last operation
-that uses it. Elementwise operations overwrite an argument that nothing else uses, as TensorFlow's kernels do.
+that uses it. Elementwise operations overwrite an argument that nothing else uses, as TensorFlow's kernels do. A loop,
+which `tfdist.loop.while_loops` describes, fills some lists and empties others.
+
+The tensors go to a simulated allocator, since memory is also lost between them. Kernels' own buffers are not counted,
+and neither are operations that TensorFlow runs at the same time.
 """
 
 from __future__ import annotations
@@ -237,7 +241,8 @@ class Execution:
     def _overwritten(self, operation: tf.Operation, done: Sequence[Key], results: Mapping[Key, int]) -> list[Key]:
         """The arguments whose memory the results take over, among those that nothing else uses."""
         if operation.name in self._loops:  # lists that a loop fills or empties
-            return [self._root(t) for t in operation.inputs if t.dtype == tf.variant and self._root(t) in done]
+            lists = dict.fromkeys(self._root(tensor) for tensor in operation.inputs if tensor.dtype == tf.variant)
+            return [root for root in lists if root in done]
         if operation.type in _OVERWRITING and results:
             size = next(iter(results.values()))
             return [root for root in done if self._sizes[root] == size][:1]
