@@ -1,7 +1,7 @@
 """Reads, copies and changes the operations of graphs, also of graphs that are still being traced.
 
-Written for TensorFlow 2.21.0; `tests/spmd/test_partitioner.py`, `tests/test_recomputation.py` and `tests/test_memory.py`
-fail when TensorFlow changes a part that this uses.
+Written for TensorFlow 2.21.0; `tests/spmd/test_partitioner.py`, `tests/test_recomputation.py` and
+`tests/test_memory.py` fail when TensorFlow changes a part that this uses.
 """
 
 from __future__ import annotations
