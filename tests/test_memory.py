@@ -21,6 +21,12 @@ from tfdist.loop.while_loops import WhileLoop
 MIB = 1 << 20
 
 
+@pytest.fixture(autouse=True)
+def _own_figures(tmp_path, monkeypatch):
+    """Figures of this machine are measured for each test, and those of the user stay as they are."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+
+
 @pytest.fixture
 def measured_base():
     """A machine on which TensorFlow's own memory is known."""

@@ -95,8 +95,8 @@ class Estimate:
 
 def estimate(model: str, dataset: str, batch_size: int, **options: Any) -> Estimate:
     """Estimates the memory of a process that trains on `batch_size` examples per step; see `of_step` for `options`."""
+    step, examples = of_step(model, dataset, batch_size, **options)  # first, since it finds mistakes in the options
     framework_bytes, operation_bytes = base()
-    step, examples = of_step(model, dataset, batch_size, **options)
     return Estimate(
         framework=round(framework_bytes), graph=round(operation_bytes * step.operations), **_tensors(step, examples)
     )
