@@ -89,13 +89,15 @@ def test_the_step_that_the_user_wrote_is_what_is_counted():
     assert flops(Twice(), floats(5), floats(7)) == 2 * BATCH * (once + again)
 
 
-def test_a_loop_whose_passes_depend_on_the_data_has_no_known_flops():
+@pytest.mark.parametrize("most", [None, 3])
+def test_a_loop_whose_iterations_depend_on_the_data_has_no_known_flops(most):
     class Halves(keras.layers.Layer):
         def build(self, shape):
             self.kernel = self.add_weight(shape=(5, 5), name="kernel")
 
         def call(self, x):
-            return tf.while_loop(lambda x: tf.reduce_max(x) > 1, lambda x: (0.5 * x @ self.kernel,), (x,))[0]
+            is_large, halved = lambda x: tf.reduce_max(x) > 1, lambda x: (0.5 * x @ self.kernel,)
+            return tf.while_loop(is_large, halved, (x,), maximum_iterations=most)[0]
 
     model = keras.Sequential([keras.Input((5,)), Halves()])
     assert flops(model, floats(5), floats(5)) is None

@@ -1,7 +1,7 @@
 """Reads, copies and changes the operations of graphs, also of graphs that are still being traced.
 
-Written for TensorFlow 2.21.0; `tests/spmd/test_partitioner.py` and `tests/test_recomputation.py` fail when TensorFlow
-changes a part that this uses.
+Written for TensorFlow 2.21.0; `tests/spmd/test_partitioner.py`, `tests/test_recomputation.py` and
+`tests/test_memory.py` fail when TensorFlow changes a part that this uses.
 """
 
 from __future__ import annotations
@@ -141,6 +141,28 @@ _ON_VARIABLES = frozenset(
 def body(operation: tf.Operation, attribute: str) -> Any:
     """The graph of the function that an attribute of `operation` names, with its `inputs` and `outputs`."""
     return _graph_of(operation, operation.get_attr(attribute).name)
+
+
+def is_loop(operation: tf.Operation) -> bool:
+    """Whether an operation is a while loop, whose attribute "body" is the function of an iteration."""
+    return operation.type in ("While", "StatelessWhile")
+
+
+def most_iterations(loop: tf.Operation) -> int | None:
+    """The `maximum_iterations` of a `tf.while_loop`; `None` if there is none, or if it is no constant."""
+    limit = tf.get_static_value(loop.inputs[1])  # inputs: a counter, the limit or -1, the variables of the loop
+    return int(limit) if limit is not None and limit > 0 else None
+
+
+def functions(operation: tf.Operation) -> list[Any]:
+    """The graphs of the functions that `operation` calls or chooses from: of a call, a loop or an `If`."""
+    return [body(operation, attribute) for attribute in _attributes_of_functions(operation.type)]
+
+
+@functools.cache
+def _attributes_of_functions(kind: str) -> tuple[str, ...]:
+    definition = op_def_registry.get(kind)
+    return tuple(attribute.name for attribute in definition.attr if attribute.type == "func") if definition else ()
 
 
 def called(operation: tf.Operation) -> Any:
@@ -405,6 +427,11 @@ def ancestors(
             reached[operation.name] = operation
             waiting += predecessors(operation)
     return reached
+
+
+def needed(graph: Any) -> set[str]:
+    """The names of the operations on which the outputs and effects of a function depend."""
+    return set(ancestors([*(tensor.op for tensor in graph.outputs), *graph.control_outputs]))
 
 
 def effective(operations: Sequence[tf.Operation]) -> set[str]:

@@ -23,10 +23,9 @@ from typing import Any
 import tensorflow as tf
 
 from tfdist.internals import tensorflow_graphs as graphs
-from tfdist.loop import traced_step
+from tfdist.loop import traced_step, while_loops
 from tfdist.spmd.cost import flops_of_product
 
-_LOOPS = ("While", "StatelessWhile")
 _BRANCHES = {"If": ("then_branch", "else_branch"), "StatelessIf": ("then_branch", "else_branch")}
 
 
@@ -56,10 +55,10 @@ def _sum(operations: Sequence[tf.Operation]) -> int | None:
 
 
 def _flops(operation: tf.Operation) -> int | None:
-    if operation.type in _LOOPS:
+    if graphs.is_loop(operation):
         once = _sum(graphs.body(operation, "body").get_operations())
-        passes = traced_step.passes(operation) if once else 0
-        return None if once is None or passes is None else once * passes
+        count = while_loops.iterations(operation) if once else 0
+        return None if once is None or count is None else once * count
     if operation.type in _BRANCHES:
         counts = [_sum(graphs.body(operation, name).get_operations()) for name in _BRANCHES[operation.type]]
         return None if None in counts else max(count or 0 for count in counts)
