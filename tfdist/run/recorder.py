@@ -84,7 +84,8 @@ def _content(source: data.Source, dataset: str) -> str:
     if ":" in dataset:
         return f"scaled as `{dataset}` returns it"
     if spec.vocabulary:
-        return "word IDs, the lines of vocabulary.txt counted from 0"
+        tokens = "item" if spec.task == "recommendation" else "word"
+        return f"{tokens} IDs, the lines of vocabulary.txt counted from 0"
     if spec.vocabulary_size:
         return "token IDs, as the dataset returns them"
     if len(spec.input_shape) != 3:
