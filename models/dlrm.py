@@ -6,7 +6,6 @@ M. Naumov and others, "Deep learning recommendation model for personalization an
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -79,8 +78,8 @@ def _vector(values: Any, number: int, count: int, length: int) -> Any:
 
 
 def _products(vectors: Sequence[Any]) -> Any:
-    """The products of all pairs of n vectors `[B, length]`: `[B, n (n - 1) / 2]`."""
+    """The products of all pairs of n vectors `[B, length]`, in the authors' order: `[B, n (n - 1) / 2]`."""
     count, stacked = len(vectors), ops.stack(vectors, axis=1)
     products = ops.matmul(stacked, ops.transpose(stacked, (0, 2, 1)))
-    pairs = [row * count + column for column, row in itertools.combinations(range(count), 2)]
+    pairs = [row * count + column for row in range(count) for column in range(row)]
     return ops.take(ops.reshape(products, (-1, count * count)), pairs, axis=-1)
