@@ -35,8 +35,8 @@ def build(
     As in the paper, a user is the average of the vectors of the items so far, both towers are dense layers with ReLU
     that end in a vector of length 1, and the logits are the products of these vectors divided by a temperature. The
     loss is the softmax over all items, which the paper's softmax over the items of a batch, with its correction of the
-    sampling bias, estimates: it is the same for every division of a batch, and does not depend on the batch's size. So
-    each step computes the tower of all items, for which a catalogue may have some 100,000 items.
+    sampling bias, estimates: it is the same for every division of a batch, and does not depend on the batch's size. But
+    each step computes the tower and the logits of all items.
 
     With V items, embeddings of E numbers, and dense layers of U1, ..., Un units: 2 (V E + (E + 1) U1 + ... +
     (Un-1 + 1) Un) parameters. The paper publishes no number. The towers have two tables: the gradient of the users'
