@@ -69,19 +69,10 @@ def load(
     directory, bad = local_files.folder(data_dir, "ratings"), BadExamples(on_bad_example)
     path = _path(directory, file)
     histories = _histories(path, least, encoding, bad)
-    of_training = (items[:-2] for items in histories)
-    known = (
-        text.Vocabulary.of(of_training, words)
-        if vocabulary is None
-        else text.Vocabulary(text.read_vocabulary(Path(vocabulary)))
-    )
+    known = _items(vocabulary, histories, words)
     numbers = [known.numbers(items) for items in histories]
-    parts = {
-        "train": _examples(((items, end) for items in numbers for end in range(1, len(items) - 2)), length),
-        "validation": _examples(((items, len(items) - 2) for items in numbers), length),
-        "test": _examples(((items, len(items) - 1) for items in numbers), length),
-    }
-    if not len(parts["train"][1]):
+    train = _examples(((items, end) for items in numbers for end in range(1, len(items) - 2)), length)
+    if not len(train[1]):
         raise DataError(
             f"`{path}` has no user with four ratings of {least:g} or more, of which two are for training",
             "use more ratings, or a lower `least`",
@@ -90,13 +81,20 @@ def load(
         "ratings",
         classes=len(known.tokens),
         task="recommendation",
-        train=parts["train"],
-        validation=parts["validation"],
-        test=parts["test"],
+        train=train,
+        validation=_examples(((items, len(items) - 2) for items in numbers), length),
+        test=_examples(((items, len(items) - 1) for items in numbers), length),
         skipped=bad.sentences,
         vocabulary_size=len(known.tokens),
         vocabulary=known.tokens,
     )
+
+
+def _items(file: str | None, histories: list[list[str]], words: int) -> text.Vocabulary:
+    """The items in a file of an earlier run, or those that training has."""
+    if file is not None:
+        return text.Vocabulary(text.read_vocabulary(Path(file)))
+    return text.Vocabulary.of((items[:-2] for items in histories), words)
 
 
 def _path(directory: Path, file: str | None) -> Path:
