@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-import tfdist.models.two_tower  # noqa: F401: with the layer that loading its model needs
+import tfdist.models.two_tower  # noqa: F401 - with the layer that loading its model needs
 from tests.processes.jobs import RunningJob, record, weights
 
 TASKS = {"two_tower": "recommendation", "dlrm": "click_prediction"}
