@@ -67,8 +67,9 @@ def _layers(values: Any, units: Sequence[int], name: str) -> Any:
 
 
 def _initial(units: int) -> dict[str, Any]:
-    bias = initializers.RandomNormal(stddev=units**-0.5)
-    return {"kernel_initializer": initializers.GlorotNormal(), "bias_initializer": bias}
+    # Glorot's, but not truncated as that of Keras.
+    kernel = initializers.VarianceScaling(mode="fan_avg", distribution="untruncated_normal")
+    return {"kernel_initializer": kernel, "bias_initializer": initializers.RandomNormal(stddev=units**-0.5)}
 
 
 def _vector(values: Any, number: int, count: int, length: int) -> Any:
