@@ -43,6 +43,8 @@ FOR_TASK = {
     "masked_lm": "bert",
     "autoencoding": "conv_autoencoder",
     "generation": "vae",
+    "recommendation": "two_tower",
+    "click_prediction": "dlrm",
 }
 
 
@@ -62,7 +64,8 @@ def build(name: str, spec: DataSpec, **options: Any) -> keras.Model:
 
     Returns:
         A model from examples x of `spec.task` to logits `[B, *spec.target_shape, spec.classes]`; for autoencoding and
-        generation to pixels like x. Outputs of tfdist's models are float32 under any dtype policy.
+        generation to pixels like x, and for click_prediction to one logit `[B, 1]`. Outputs of tfdist's models are
+        float32 under any dtype policy.
 
     Raises:
         UnknownNameError: there is no such model.

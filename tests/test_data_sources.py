@@ -14,6 +14,7 @@ import tfdist.data
 from tests.shared_data import FILES, needs
 from tfdist.data.formats import text
 from tfdist.data.input import padding
+from tfdist.data.input.arrays import main_input
 from tfdist.data.spec import END, PADDING, START, TASKS, UNKNOWN
 from tfdist.errors import DataError, UnknownNameError, UsageError
 
@@ -303,7 +304,7 @@ def test_synthetic_has_examples_for_every_task(task):
     assert data.spec.task == task
     for split, count in data.spec.examples.items():
         x, y = data.arrays(split)
-        first = x["source"] if isinstance(x, dict) else x
+        first = main_input(x)
         assert first.shape == (count, *data.spec.input_shape) and y.shape == (count, *data.spec.target_shape)
         assert first.dtype == (np.int32 if data.spec.vocabulary_size else np.float32)
         if data.spec.vocabulary_size:

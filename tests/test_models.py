@@ -111,6 +111,24 @@ def test_the_base_transformer_has_the_parameters_of_the_paper_with_one_table_for
     assert parameters("transformer_translation", spec) - 37_000 * 512 == 63_084_544
 
 
+# The number of different values of each category in the training data of Criteo's challenge at Kaggle.
+CRITEO = (
+    *(1460, 583, 10131227, 2202608, 305, 24, 12517, 633, 3, 93145, 5683, 8351593, 3194),
+    *(27, 14992, 5461306, 10, 5652, 2173, 4, 7046547, 18, 15, 286181, 105, 142572),
+)
+
+
+def test_dlrm_has_the_parameters_of_the_paper_on_the_data_of_criteo():
+    """About 540 million, in section 5 of the paper."""
+    spec = zoo.spec_of("click_prediction", 13, classes=2, category_sizes=CRITEO)
+    assert parameters("dlrm", spec) == 540_677_217
+
+
+def test_two_tower_has_as_many_parameters_as_its_layers():
+    spec = zoo.spec_of("recommendation", 50, vocabulary_size=3000, classes=3000)
+    assert parameters("two_tower", spec) == 2 * (3000 * 128 + 129 * 512 + 513 * 128)
+
+
 def parameters(name: str, spec: DataSpec, **options) -> int:
     with tf.Graph().as_default():  # names and shapes of weights, and no memory for them
         weights = tfdist.models.build(name, spec, **options).trainable_variables
@@ -128,7 +146,8 @@ def test_every_model_gives_float32_logits_of_the_shape_of_its_task(case):
     x, _ = zoo.data(case, 4)
     assert not model.compiled
     outputs = model(x)
-    of_pixel = spec.input_shape[-1] if spec.targets_are_inputs else spec.classes
+    of_target = 1 if spec.task == "click_prediction" else spec.classes
+    of_pixel = spec.input_shape[-1] if spec.targets_are_inputs else of_target
     shape = spec.input_shape[:-1] if spec.targets_are_inputs else spec.target_shape
     assert outputs.shape == (4, *shape, of_pixel)
     assert np.isfinite(np.asarray(outputs)).all()

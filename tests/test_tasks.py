@@ -130,6 +130,8 @@ SHOWN = {
     "characters": ("stateful_rnn", ["--model-option", "width=0.05", "--data-option", "length=8"], "sample.txt"),
     "autoencoding": ("conv_autoencoder", [], "reconstructions.png"),
     "generation": ("vae", [], "samples.png"),
+    "recommendation": ("two_tower", ["--model-option", "width=0.25"], "recommendations.txt"),
+    "click_prediction": ("dlrm", ["--data-option", "words=20"], "calibration.png"),
 }
 
 

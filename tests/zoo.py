@@ -41,6 +41,8 @@ MASKED_TEXTS = spec_of(
 TRANSLATION = spec_of(
     "translation", LENGTH, target_shape=(LENGTH - 2,), vocabulary_size=WORDS, classes=WORDS - 5, ignored_class=0
 )
+USERS = spec_of("recommendation", LENGTH, vocabulary_size=WORDS, classes=WORDS)
+CLICKS = spec_of("click_prediction", 5, classes=2, category_sizes=(WORDS, 7, 3))
 
 
 def arrays(spec: DataSpec, examples: int, seed: int = 0) -> tuple[Any, np.ndarray]:
@@ -54,12 +56,27 @@ def arrays(spec: DataSpec, examples: int, seed: int = 0) -> tuple[Any, np.ndarra
     if spec.task == "characters":
         text = rng.integers(0, spec.classes, (examples, spec.input_shape[0] + 1)).astype(np.int32)
         return text[:, :-1], text[:, 1:]
+    return _clicks(rng, spec, examples) if spec.task == "click_prediction" else _tokens(rng, spec, examples)
+
+
+def _tokens(rng: np.random.Generator, spec: DataSpec, examples: int) -> tuple[Any, np.ndarray]:
     sentences = _sentences(rng, examples, spec.input_shape[0], spec.vocabulary_size)
     if spec.task == "masked_lm":
         chosen = (sentences != 0) & (rng.random(sentences.shape) < 0.5)
         return np.where(chosen, WORDS - 1, sentences), np.where(chosen, sentences, spec.ignored_class)
-    if spec.task == "text_classification":
-        return sentences, rng.integers(0, spec.classes, examples).astype(np.int32)
+    if spec.task == "translation":
+        return _translations(rng, spec, sentences)
+    return sentences, rng.integers(0, spec.classes, examples).astype(np.int32)
+
+
+def _clicks(rng: np.random.Generator, spec: DataSpec, examples: int) -> tuple[Any, np.ndarray]:
+    categories = rng.integers(0, spec.category_sizes, (examples, len(spec.category_sizes))).astype(np.int32)
+    numbers = rng.normal(size=(examples, *spec.input_shape)).astype(np.float32)
+    return {"numbers": numbers, "categories": categories}, rng.integers(0, 2, examples).astype(np.int32)
+
+
+def _translations(rng: np.random.Generator, spec: DataSpec, sentences: np.ndarray) -> tuple[Any, np.ndarray]:
+    examples = len(sentences)
     target = _sentences(rng, examples, spec.target_shape[0] - 1, spec.classes)
     before = np.pad(target, ((0, 0), (1, 0)), constant_values=START)
     after = np.pad(target, ((0, 0), (0, 1)))
@@ -132,6 +149,8 @@ SMALL = {
     "dcgan": Small(pictures(10, 12, 1), {"width": 0.125, "code": 6}),
     "ddpm": Small(pictures(10, 12, 1), {"width": 0.125, "steps": 20, "multipliers": (1, 2)}),
     "stateful_rnn": Small(CHARACTERS, {"width": 0.05, "streams": STREAMS}),
+    "two_tower": Small(USERS, {"width": 0.05}),
+    "dlrm": Small(CLICKS, {"width": 0.125}),
 }
 
 
@@ -224,6 +243,9 @@ LEARNS = {
     "conv_autoencoder": Learnable(
         {"task": "autoencoding", "shape": (16, 16, 1)}, {"width": 0.5}, steps=(300, 120), parts=(0.8, 0.8)
     ),
+    "two_tower": Learnable({"task": "recommendation", "words": 300}, {"width": 0.25}, parts=(0.5, 0.5)),
+    # The loss of the first weights is 0.80; 0.86 of it is 0.69, the loss of guesses.
+    "dlrm": Learnable({"task": "click_prediction", "words": 20, "length": 8}, steps=(600, 600), parts=(0.83, 0.7)),
 }
 
 

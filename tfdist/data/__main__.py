@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -154,6 +155,12 @@ def _lines(spec: DataSpec, x: Any, y: np.ndarray) -> list[str]:
             for text, words in zip(x[: ROWS * 3], y, strict=False)
             for line in (_words(spec.vocabulary, text), "    " + _words(spec.vocabulary, words[words >= 0]))
         ]
+    if spec.task == "recommendation":
+        pairs = zip(x[: ROWS * 6], y, strict=False)
+        return [f"{_words(spec.vocabulary, items)}  ->  {_words(spec.vocabulary, [item])}" for items, item in pairs]
+    if spec.task == "click_prediction":
+        rows = zip(x["numbers"][: ROWS * 6], x["categories"], y, strict=False)
+        return [f"{label}  {_numbers(numbers)}  {_numbers(categories)}" for numbers, categories, label in rows]
     words = spec.task == "text_classification"
     return [
         f"{_class(spec, int(label)):>10}  "
@@ -166,7 +173,11 @@ def _class(spec: DataSpec, label: int) -> str:
     return spec.class_names[label] if spec.class_names else str(label)
 
 
-def _words(vocabulary: tuple[str, ...], tokens: np.ndarray) -> str:
+def _numbers(values: np.ndarray) -> str:
+    return np.array2string(values, precision=3, max_line_width=200)
+
+
+def _words(vocabulary: tuple[str, ...], tokens: Iterable[int]) -> str:
     words = [vocabulary[token] if vocabulary else str(token) for token in tokens if token != PADDING]
     # A dollar would begin a formula in Matplotlib.
     text = " ".join(words).replace("$", r"\$")

@@ -83,10 +83,10 @@ def _content(source: data.Source, dataset: str) -> str:
     spec = source.spec
     if ":" in dataset:
         return f"scaled as `{dataset}` returns it"
-    if spec.vocabulary:
-        return "word IDs, the lines of vocabulary.txt counted from 0"
     if spec.vocabulary_size:
-        return "token IDs, as the dataset returns them"
+        token = "item" if spec.task == "recommendation" else "word" if spec.vocabulary else "token"
+        origin = "the lines of vocabulary.txt counted from 0" if spec.vocabulary else "as the dataset returns them"
+        return f"{token} IDs, {origin}"
     if len(spec.input_shape) != 3:
         return "as the dataset returns it"
     # Pictures in files are bytes; other values are divided by something else.

@@ -64,6 +64,8 @@ class Run:
             return ({name: array[:count] for name, array in x.items()} if isinstance(x, dict) else x[:count]), y[:count]
         batches = self.source.pipeline(self.split, min(count, self.batch_size), shuffle=False)
         xs, ys = zip(*batches.take(-(-count // min(count, self.batch_size))).as_numpy_iterator(), strict=True)
+        if isinstance(xs[0], dict):
+            return {name: np.concatenate([x[name] for x in xs])[:count] for name in xs[0]}, np.concatenate(ys)[:count]
         return np.concatenate(xs)[:count], np.concatenate(ys)[:count]
 
     def predict(self, x: Any, shape: tuple[int, ...]) -> np.ndarray | None:
@@ -124,6 +126,8 @@ def show(run: Run) -> None:
     | characters | `sample.txt` | |
     | autoencoding | `reconstructions.png` | |
     | generation | `samples.png` | |
+    | recommendation | `recommendations.txt` | |
+    | click_prediction | `calibration.png` | |
     """
     _module(run.source.spec).show(run)
 

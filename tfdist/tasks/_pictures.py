@@ -1,4 +1,4 @@
-"""The figures at the end of a run: grids of images, and a confusion matrix."""
+"""The figures at the end of a run: grids of images, a confusion matrix, and a calibration curve."""
 
 from __future__ import annotations
 
@@ -95,6 +95,24 @@ def confusion(path: Path, matrix: np.ndarray, names: Sequence[str], title: str) 
         for row, column in np.argwhere(matrix):
             colour = "white" if fractions[row, column] > 0.5 else "black"
             axes.text(column, row, f"{matrix[row, column]:,}", ha="center", va="center", color=colour, fontsize=7)
+    files.write_atomically(path, figure.savefig)
+
+
+def calibration(path: Path, points: np.ndarray, title: str) -> None:
+    """Draws how often an event happens over how often it was predicted; the diagonal is a perfect calibration.
+
+    Args:
+        path: the PNG file.
+        points: the mean predicted probability and the fraction of events of each group of examples, `[groups, 2]`.
+        title: the title of the figure.
+    """
+    figure = _figure((5.6, 5.2))
+    axes = figure.subplots()
+    axes.set_title(title, fontsize=9)
+    largest = min(1.0, 1.1 * points.max()) or 1.0  # clicks are rare
+    axes.plot([0, largest], [0, largest], color="gray", linestyle="--", linewidth=1)
+    axes.plot(*points.T, marker="o")
+    axes.set(xlabel="predicted probability", ylabel="fraction of clicks", xlim=(0, largest), ylim=(0, largest))
     files.write_atomically(path, figure.savefig)
 
 

@@ -73,7 +73,24 @@ def content(path: Path) -> bytes:
         with _OPENERS.get(path.suffix, open)(path, "rb") as file:
             return file.read()
     except (OSError, EOFError, lzma.LZMAError) as error:
-        raise DataError(f"`{path}` cannot be read: {error}", "fetch the file again") from error
+        raise _unreadable(path, error) from error
+
+
+def _unreadable(path: Path, error: Exception) -> DataError:
+    return DataError(f"`{path}` cannot be read: {error}", "fetch the file again")
+
+
+def raw_lines(path: Path) -> Iterator[bytes]:
+    """The lines of a file, one after the other, decompressed if its name ends in `.gz` or `.xz`; for large files.
+
+    Raises:
+        DataError: the file cannot be read or decompressed.
+    """
+    try:
+        with _OPENERS.get(path.suffix, open)(path, "rb") as file:
+            yield from file
+    except (OSError, EOFError, lzma.LZMAError) as error:
+        raise _unreadable(path, error) from error
 
 
 def folders_in(directory: Path) -> list[Path]:

@@ -5,27 +5,35 @@ Whole numbers are stored in the type of their file, such as uint8 for pixels, an
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
 from tfdist.data.input import padding
-from tfdist.data.spec import DataSpec
+from tfdist.data.spec import OF_TEXTS, DataSpec
 from tfdist.errors import DataError
 
 if TYPE_CHECKING:
     import tensorflow as tf
 
-# x, or for translation {"source": ..., "target": ...}; and y
+# x, which for translation and click_prediction is a dict of arrays by name; and y
 Arrays = tuple[Any, np.ndarray]
 
 
-def model_types(spec: DataSpec) -> tuple[type[np.generic], type[np.generic]]:
-    """The types of x and y that a model sees."""
-    tokens = spec.task in ("text_classification", "translation", "characters", "masked_lm")
-    return (np.int32 if tokens else np.float32), (np.float32 if spec.targets_are_inputs else np.int32)
+def inputs(spec: DataSpec) -> dict[str, tuple[tuple[int, ...], type[np.generic]]]:
+    """The shape of an example and the type that a model sees, for each array of x; "x" if it is a single array."""
+    if spec.task == "translation":
+        return {"source": (spec.input_shape, np.int32), "target": (spec.target_shape, np.int32)}
+    if spec.task == "click_prediction":
+        return {"numbers": (spec.input_shape, np.float32), "categories": ((len(spec.category_sizes),), np.int32)}
+    return {"x": (spec.input_shape, np.int32 if spec.task in (*OF_TEXTS, "recommendation") else np.float32)}
+
+
+def target_type(spec: DataSpec) -> type[np.generic]:
+    """The type of y that a model sees."""
+    return np.float32 if spec.targets_are_inputs else np.int32
 
 
 def label_type(spec: DataSpec) -> np.dtype:
@@ -37,21 +45,27 @@ def label_type(spec: DataSpec) -> np.dtype:
 def checked(spec: DataSpec, split: str, x: Any, y: Any) -> Arrays:
     """Checks x and y of a split, and returns them as they are stored: C-contiguous.
 
-    Whole numbers keep their type if it is narrower than that of `model_types`; everything else is cast.
+    Whole numbers keep their type if it is narrower than the type that a model sees; everything else is cast.
 
     Raises:
         DataError: they do not match `spec`.
     """
-    count, (x_type, y_type) = spec.examples[split], model_types(spec)
-    shapes = {"x": spec.input_shape, "source": spec.input_shape, "target": spec.target_shape}
-    for name in ("source", "target") if isinstance(x, dict) else ("x",):
-        _check_shape(spec, split, name, _by_name(x)[name], (count, *shapes[name]))
-    stored_x = map_x(lambda array: _stored(array, x_type), x)
+    count, promised = spec.examples[split], inputs(spec)
+    if set(_by_name(x)) != set(promised):
+        raise DataError(
+            f"Dataset `{spec.name}` for {spec.task} has the inputs {_listed(_by_name(x))} in its split `{split}`",
+            f"return {_listed(promised)}",
+        )
+    for name, (shape, _) in promised.items():
+        _check_shape(spec, split, name, _by_name(x)[name], (count, *shape))
+    if spec.category_sizes:
+        _check_categories(spec, split, x["categories"])
+    stored_x = map_inputs(lambda name, array: _stored(array, promised[name][1]), x)
     if spec.targets_are_inputs:
         return stored_x, stored_x
     _check_shape(spec, split, "y", y, (count, *spec.target_shape))
     check_labels(y, spec)
-    return stored_x, _stored(y, y_type)
+    return stored_x, _stored(y, target_type(spec))
 
 
 def _stored(array: Any, model_type: type[np.generic]) -> np.ndarray:
@@ -120,13 +134,15 @@ class ToModelTypes:
 
     def _map(self, data: Any, function: Any) -> Any:
         """`data` with `function(part, dtype)` in place of each part whose type is narrower than the model's."""
-        (x, y), (x_type, y_type) = data, model_types(self.spec)
+        (x, y), types = data, {name: dtype for name, (_, dtype) in inputs(self.spec).items()}
 
         def mapped(part: Any, dtype: type[np.generic]) -> Any:
             # A wider type stays: the number of a stream may need int64.
             return function(part, dtype) if part.dtype.size < np.dtype(dtype).itemsize else part
 
-        return map_x(lambda part: mapped(part, x_type), x), mapped(y, y_type)
+        # The parts of a stream have names that are not in the spec, and are whole numbers.
+        x = map_inputs(lambda name, part: mapped(part, types.get(name, np.int32)), x)
+        return x, mapped(y, target_type(self.spec))
 
 
 def _check_shape(spec: DataSpec, split: str, name: str, array: Any, expected: tuple[int, ...]) -> None:
@@ -135,6 +151,18 @@ def _check_shape(spec: DataSpec, split: str, name: str, array: Any, expected: tu
             f"Dataset `{spec.name}` promises {name} of shape `{expected}` in its split `{split}`, "
             f"found `{np.shape(array)}`",
             "make the source's spec and what it reads agree",
+        )
+
+
+def _check_categories(spec: DataSpec, split: str, categories: Any) -> None:
+    """Checks that each of the categories `[N, C]` is a row of its table: outside, a CPU fails and a GPU reads zeros."""
+    outside = (np.asarray(categories) < 0) | (categories >= np.array(spec.category_sizes))
+    if outside.any():
+        example, column = (int(index) for index in np.argwhere(outside)[0])
+        raise DataError(
+            f"Category {column} of example {example} in the split `{split}` of dataset `{spec.name}` is "
+            f"`{categories[example, column]}`, outside its {spec.category_sizes[column]} values",
+            "values go from 0 to the size of the category less 1: renumber them, or correct `category_sizes`",
         )
 
 
@@ -168,12 +196,23 @@ def check_labels(y: Any, spec: DataSpec) -> None:
 
 
 def map_x(function: Callable[[Any], Any], x: Any) -> Any:
-    """`function(x)`, or for translation a dict of its results for "source" and "target"."""
-    return {name: function(array) for name, array in x.items()} if isinstance(x, dict) else function(x)
+    """`function(x)`, or a dict of its results if x is a dict of arrays."""
+    return map_inputs(lambda name, array: function(array), x)
+
+
+def map_inputs(function: Callable[[str, Any], Any], x: Any) -> Any:
+    """`function("x", x)`, or a dict of the results of `function(name, array)` if x is a dict of arrays."""
+    if isinstance(x, dict):
+        return {name: function(name, array) for name, array in x.items()}
+    return function("x", x)
 
 
 def _by_name(x: Any) -> dict[str, Any]:
     return x if isinstance(x, dict) else {"x": x}
+
+
+def _listed(names: Iterable[str]) -> str:
+    return ", ".join(f"`{name}`" for name in names)
 
 
 def sentence_lengths(x: Any) -> dict[str, np.ndarray]:
@@ -182,8 +221,8 @@ def sentence_lengths(x: Any) -> dict[str, np.ndarray]:
 
 
 def main_input(x: Any) -> np.ndarray:
-    """x itself, or the source sentences for translation."""
-    return x["source"] if isinstance(x, dict) else x
+    """x itself, or of a dict of arrays the one whose shape is the spec's `input_shape`, "source" or "numbers"."""
+    return x["numbers" if "numbers" in x else "source"] if isinstance(x, dict) else x
 
 
 def head(arrays: Arrays, count: int) -> Arrays:

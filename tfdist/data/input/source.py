@@ -40,13 +40,15 @@ from tfdist.data.input.arrays import (
     cast,
     checked,
     head,
+    inputs,
     main_input,
+    map_inputs,
     map_x,
-    model_types,
     sentence_lengths,
+    target_type,
 )
 from tfdist.data.input.division import Division
-from tfdist.data.spec import SPLITS, DataSpec
+from tfdist.data.spec import OF_TEXTS, SPLITS, DataSpec
 from tfdist.errors import DataError, UnknownNameError, UsageError
 from tfdist.jobs.world import World
 from tfdist.options import Count, check_value
@@ -202,7 +204,7 @@ class Source:
         """
         if self.spec.task == "characters":
             return float(self.spec.input_shape[0])
-        if not self.spec.vocabulary_size or self._by_range(split):
+        if self.spec.task not in OF_TEXTS or not self.spec.vocabulary_size or self._by_range(split):
             return None
         x, _ = self._examples(split).arrays
         return float(padding.lengths(x["target"] if isinstance(x, dict) else x).mean())
@@ -688,11 +690,9 @@ class StoredArrays:
 
     def for_model(self) -> Arrays:
         """x and y as a model sees them; a cast array is kept only while it is used."""
-        (x, y), (x_type, y_type) = self.arrays, model_types(self._spec)
-        if isinstance(x, dict):
-            return {name: self._cast(name, array, x_type) for name, array in x.items()}, self._cast("y", y, y_type)
-        x_for_model = self._cast("x", x, x_type, self._divisor)
-        return x_for_model, (x_for_model if x is y else self._cast("y", y, y_type))
+        (x, y), promised = self.arrays, inputs(self._spec)
+        x_for_model = map_inputs(lambda name, array: self._cast(name, array, promised[name][1], self._divisor), x)
+        return x_for_model, (x_for_model if x is y else self._cast("y", y, target_type(self._spec)))
 
     def _cast(self, name: str, array: np.ndarray, dtype: type[np.generic], divisor: int = 1) -> np.ndarray:
         result = self._casts.get(name)
@@ -707,12 +707,8 @@ def _specs(spec: DataSpec) -> Any:
     """The `tf.TensorSpec`s of x and y in a batch, as a model sees them."""
     import tensorflow as tf
 
-    x_type, y_type = model_types(spec)
-    x = tf.TensorSpec([None, *spec.input_shape], x_type)
-    y = tf.TensorSpec([None, *spec.target_shape], y_type)
-    if spec.task == "translation":
-        return {"source": x, "target": tf.TensorSpec([None, *spec.target_shape], x_type)}, y
-    return x, y
+    x = {name: tf.TensorSpec([None, *shape], dtype) for name, (shape, dtype) in inputs(spec).items()}
+    return x.get("x", x), tf.TensorSpec([None, *spec.target_shape], target_type(spec))
 
 
 def _require_pair(dataset: str, split: str, pair: Any) -> None:

@@ -7,6 +7,10 @@
 - translation: each source word has one target word, in the same order
 - masked_lm: each sentence repeats the four words of a topic
 - characters: each character is followed by one of two others
+- recommendation: users and items belong to hidden groups; half of a user's items, and the next item, are from the
+  user's group, of which some items are more popular
+- click_prediction: each number and each value of a category has a hidden effect, and each value is in one of two hidden
+  groups; a click is drawn from the logistic function of the effects and of the neighbours that are in the same group
 
 With more pixels, the classes are easier to distinguish; a linear classifier suffices.
 """
@@ -32,6 +36,8 @@ _CHUNK = 1024
 _PATCHES = 8
 # The first word that is not special, and the words per topic.
 _FIRST_WORD, _TOPIC = UNKNOWN + 1, 4
+# The hidden groups of users and items, and the numbers of an example of click_prediction, as in Criteo's logs.
+_GROUPS, _NUMBERS = 10, 13
 
 
 def load(
@@ -55,8 +61,10 @@ def load(
         task: one of `tfdist.data.spec.TASKS`.
         shape: the shape of one picture; by default `(28, 28, 1)`, for segmentation `(32, 32, 3)`.
         classes: the number of classes; for characters the number of different characters.
-        words: the size of a vocabulary, special words included.
-        length: the largest number of words per sentence; for characters the steps per example.
+        words: the size of a vocabulary, special words included; for recommendation the number of items, for
+            click_prediction of values per category.
+        length: the largest number of words per sentence, or of items per user; for characters the steps per example,
+            for click_prediction the number of categories.
         buckets: make batches of sentences of similar lengths.
         train: the number of training examples.
         validation: the number of validation examples.
@@ -70,7 +78,12 @@ def load(
     if task not in TASKS:
         raise UnknownNameError("task", task, TASKS)
     of_topic = _FIRST_WORD + _TOPIC + 1
-    needed = {"text_classification": 2 * classes, "masked_lm": of_topic, "translation": END + 2}.get(task, 0)
+    needed = {
+        "text_classification": 2 * classes,
+        "masked_lm": of_topic,
+        "translation": END + 2,
+        "recommendation": _FIRST_WORD + _GROUPS,
+    }.get(task, 0)
     if words < needed:
         raise UsageError(f"`words` is {words}, too few for `{task}` with {classes} classes", f"use {needed} or more")
     if task == "segmentation" and shape is not None and len(shape) != 3:
@@ -95,6 +108,8 @@ def _spec(
         "masked_lm": sentence | {"classes": words, "target_shape": (length,), "ignored_class": masking.NOT_CHOSEN},
         "translation": sentence | {"classes": words, "target_shape": (length + 1,), "ignored_class": PADDING},
         "characters": sentence | {"classes": classes, "target_shape": (length,), "vocabulary_size": classes},
+        "recommendation": sentence | {"classes": words},
+        "click_prediction": {"input_shape": (_NUMBERS,), "classes": 2, "category_sizes": (words,) * length},
     }
     return DataSpec("synthetic", task, examples=examples, **facts[task])
 
@@ -182,6 +197,37 @@ def _characters(spec: DataSpec, seed: int, stream: int, count: int) -> Arrays:
     return tokens[:-1].reshape(count, steps), tokens[1:].reshape(count, steps)
 
 
+def _users(spec: DataSpec, seed: int, stream: int, count: int) -> Arrays:
+    (length,) = spec.input_shape
+    generator = np.random.default_rng([seed, stream])
+    own, drawn = generator.integers(_GROUPS, size=(count, 1)), generator.integers(_GROUPS, size=(count, length + 1))
+    from_own = generator.random((count, length + 1)) < 0.5
+    from_own[:, -1] = True
+    groups = np.where(from_own, own, drawn)
+    # An item belongs to the group that is the remainder of its number; the first of a group are the most popular.
+    of_group = (spec.classes - _FIRST_WORD - groups + _GROUPS - 1) // _GROUPS
+    ranks = (of_group * generator.random(groups.shape) ** 3).astype(np.int32)
+    items = (_FIRST_WORD + ranks * _GROUPS + groups).astype(np.int32)
+    x, y = items[:, :-1], items[:, -1]
+    x[np.arange(length) >= _lengths(generator, count, length)] = PADDING
+    return x, y
+
+
+def _clicks(spec: DataSpec, seed: int, stream: int, count: int) -> Arrays:
+    shared, generator = _shared(seed), np.random.default_rng([seed, stream])
+    categories, values = len(spec.category_sizes), max(spec.category_sizes)
+    of_numbers, of_values = shared.normal(size=_NUMBERS), shared.normal(size=(categories, values))
+    groups = shared.choice([-1.0, 1.0], size=(categories, values))
+    numbers = generator.normal(size=(count, _NUMBERS)).astype(np.float32)
+    chosen = generator.integers(spec.category_sizes, size=(count, categories), dtype=np.int32)
+    columns = np.arange(categories)
+    group = groups[columns, chosen]
+    effects = numbers @ of_numbers + of_values[columns, chosen].sum(axis=1) + (group[:, 1:] * group[:, :-1]).sum(axis=1)
+    logits = 3 * effects / np.sqrt(_NUMBERS + 2 * categories - 1)  # with a standard deviation of 3
+    y = generator.random(count) < 1 / (1 + np.exp(-logits))
+    return {"numbers": numbers, "categories": chosen}, y.astype(np.int32)
+
+
 def _lengths(generator: np.random.Generator, count: int, length: int) -> np.ndarray:
     """Random lengths of sentences, from a quarter of `length` to `length`: `[count, 1]`."""
     return generator.integers(max(1, length // 4), length + 1, size=(count, 1))
@@ -196,4 +242,6 @@ _MAKERS: dict[str, Callable[[DataSpec, int, int, int], Arrays]] = {
     "masked_lm": _topics,
     "translation": _translations,
     "characters": _characters,
+    "recommendation": _users,
+    "click_prediction": _clicks,
 }
