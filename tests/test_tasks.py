@@ -151,7 +151,7 @@ def test_the_command_trains_every_task_and_shows_it(tmp_path, task):
     assert file in found["files"].values() and (tmp_path / "r" / file).stat().st_size > 100
     assert np.isfinite(found["test_metrics"]["loss"])
     assert ("bleu" in found["test_metrics"]) == (task == "translation")
-    assert found["optimizer"] == models.training(model).optimizer
+    assert found["optimizer"].replace("_", "") == models.training(model).optimizer  # Keras calls AdamW "adam_w"
     of_texts = ("text_classification", "translation", "characters", "masked_lm")
     assert (found["epochs"][0]["tokens_per_second"] is not None) == ("tokens/s" in done.stdout) == (task in of_texts)
 
