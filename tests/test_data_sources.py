@@ -333,5 +333,7 @@ def test_what_synthetic_cannot_make_is_refused():
         tfdist.data.load("synthetic", task="poetry")
     with pytest.raises(UsageError, match=r"`shape` is `\(16,\)`, but `segmentation` needs pictures"):
         tfdist.data.load("synthetic", task="segmentation", shape=(16,))
+    with pytest.raises(UsageError, match="`buckets` is set, but all examples of `click_prediction` have the same size"):
+        tfdist.data.load("synthetic", task="click_prediction", buckets=True)
     with pytest.raises(UsageError, match="`words` is 4, too few for `translation`"):
         tfdist.data.load("synthetic", task="translation", words=4)

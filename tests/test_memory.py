@@ -30,8 +30,8 @@ def _own_figures(tmp_path, monkeypatch):
 @pytest.fixture
 def measured_base():
     """A machine on which TensorFlow's own memory is known."""
-    machine.figure("framework_bytes", lambda: 700.0 * MIB)
-    machine.figure("operation_bytes", lambda: 50_000.0)
+    machine.figure("framework_bytes", lambda: 700.0 * MIB, tfdist=tfdist.__version__)
+    machine.figure("operation_bytes", lambda: 50_000.0, tfdist=tfdist.__version__)
 
 
 def test_weights_gradients_and_slots_are_those_of_the_variables():

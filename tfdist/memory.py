@@ -158,6 +158,7 @@ def base() -> tuple[float, float]:
     They are measured once per machine, by training two models that have hardly any tensors: the difference between
     the peaks of their processes is that of their graphs.
     """
+    from tfdist import __version__
 
     @functools.cache
     def measured() -> tuple[float, float]:
@@ -168,8 +169,8 @@ def base() -> tuple[float, float]:
         return few_bytes - few * operation_bytes, operation_bytes
 
     return (
-        machine.figure("framework_bytes", lambda: measured()[0]),
-        machine.figure("operation_bytes", lambda: measured()[1]),
+        machine.figure("framework_bytes", lambda: measured()[0], tfdist=__version__),
+        machine.figure("operation_bytes", lambda: measured()[1], tfdist=__version__),
     )
 
 

@@ -34,6 +34,8 @@ from tfdist.options import Count, CountOrZero
 _CHUNK = 1024
 # The number of patches along each side of a mask.
 _PATCHES = 8
+# The tasks for which examples have various lengths.
+_OF_VARIOUS_LENGTHS = ("text_classification", "translation", "masked_lm", "recommendation")
 # The first word that is not special, and the words per topic.
 _FIRST_WORD, _TOPIC = UNKNOWN + 1, 4
 # The hidden groups of users and items, and the numbers of an example of click_prediction, as in Criteo's logs.
@@ -73,7 +75,8 @@ def load(
 
     Raises:
         UnknownNameError: there is no such task.
-        UsageError: there are fewer words than a vocabulary needs, or segmentation has no height and width.
+        UsageError: there are fewer words than a vocabulary needs, segmentation has no height and width, or `buckets`
+            is set for examples of one size.
     """
     if task not in TASKS:
         raise UnknownNameError("task", task, TASKS)
@@ -86,6 +89,8 @@ def load(
     }.get(task, 0)
     if words < needed:
         raise UsageError(f"`words` is {words}, too few for `{task}` with {classes} classes", f"use {needed} or more")
+    if buckets and task not in _OF_VARIOUS_LENGTHS:
+        raise UsageError(f"`buckets` is set, but all examples of `{task}` have the same size", "leave it out")
     if task == "segmentation" and shape is not None and len(shape) != 3:
         raise UsageError(f"`shape` is `{tuple(shape)}`, but `segmentation` needs pictures", "use for example `32,32,3`")
     examples = {"train": train, "validation": validation, "test": test}
