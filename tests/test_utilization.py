@@ -9,7 +9,7 @@ import tensorflow as tf
 import tfdist
 from tests.test_train import QUICK, run
 from tfdist import data, terminal
-from tfdist.loop import model_flops
+from tfdist.loop import model_flops, traced_step
 from tfdist.run import peak, utilization
 from tfdist.run.config import TrainConfig
 from tfdist.run.folder import load_record
@@ -20,7 +20,8 @@ BATCH = 4
 def flops(model, x, y, loss="mse", unknown_length=1):
     if not model.compiled:
         model.compile("sgd", loss)
-    return model_flops.of_step(tfdist.strategy("single"), model, BATCH, (x, y), unknown_length)
+    operations = traced_step.operations(tfdist.strategy("single"), model, BATCH, (x, y), unknown_length)
+    return model_flops.of_step(operations)
 
 
 def floats(*shape):

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from tfdist import files, machine, models, registry, strategies, terminal
+from tfdist import files, machine, registry, strategies, terminal
 from tfdist.data.tools import for_model
 from tfdist.errors import ClusterError, UsageError
 
@@ -122,7 +122,6 @@ def of_step(
 ) -> tuple[StepMemory, int]:
     """Estimates the memory of the steps of a replica on `batch_size` examples, and that of all examples, in bytes."""
     import tfdist
-    from tfdist.internals import keras_variables
     from tfdist.loop import peak_memory
     from tfdist.run import optimizers
     from tfdist.run.config import TrainConfig
@@ -131,10 +130,8 @@ def of_step(
     strategy = tfdist.strategy("single", seed=0, recompute=recompute)
     config = TrainConfig("single", model, dataset, batch_size=batch_size, optimizer=optimizer)
     feed = source.feed("train", batch_size, world=strategy.world, seed=0)
-    with keras_variables.without_memory(), strategy.scope():
-        built = models.build(model, source.spec, **model_options or {})
-        if not built.compiled:
-            optimizers.compile(built, source.spec, config, feed.num_batches)
+    steps = feed.num_batches
+    with optimizers.compiled_without_memory(strategy, config, source.spec, steps, model_options or {}) as built:
         step = peak_memory.of_training(strategy, built, batch_size, feed.spec)
     return step, round(_bytes_per_example(feed) * sum(source.spec.examples.values()))
 

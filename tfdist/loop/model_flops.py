@@ -8,10 +8,12 @@ Element by element operations are not counted, as usual. The operations are thos
 Synopsis:
 
     >>> import keras, tfdist
+    >>> from tfdist.loop import traced_step
     >>> model = keras.Sequential([keras.Input((20,)), keras.layers.Dense(10)])
     >>> model.compile("sgd", "mse")
     >>> batch = tf.TensorSpec([None, 20]), tf.TensorSpec([None, 10])
-    >>> of_step(tfdist.strategy("single"), model, 8, batch, 1)  # the input needs no gradient
+    >>> operations = traced_step.operations(tfdist.strategy("single"), model, 8, batch, unknown_length=1)
+    >>> of_step(operations)  # the input needs no gradient
     6400
 """
 
@@ -23,27 +25,22 @@ from typing import Any
 import tensorflow as tf
 
 from tfdist.internals import tensorflow_graphs as graphs
-from tfdist.loop import traced_step, while_loops
+from tfdist.loop import while_loops
 from tfdist.spmd.cost import flops_of_product
 
 _BRANCHES = {"If": ("then_branch", "else_branch"), "StatelessIf": ("then_branch", "else_branch")}
 
 
-def of_step(strategy: Any, model: Any, batch_size: int, spec: Any, unknown_length: int) -> int | None:
-    """The FLOPs of a training step of `model` on one device.
+def of_step(operations: Sequence[tf.Operation]) -> int | None:
+    """The FLOPs of a training step.
 
     Args:
-        strategy: a strategy with one replica.
-        model: a compiled model.
-        batch_size: the number of examples.
-        spec: the `tf.TensorSpec`s of a batch.
-        unknown_length: the length of axes of the batch that the spec leaves open.
+        operations: those that `tfdist.loop.traced_step.operations` returns.
 
     Returns:
         The FLOPs; `None` if an operation's FLOPs are not known: a loop whose number of passes depends on the data, or a
         recurrent layer of cuDNN.
     """
-    operations = traced_step.operations(strategy, model, batch_size, spec, unknown_length)
     needed = graphs.effective(operations)
     return _sum([operation for operation in operations if operation.name in needed])
 

@@ -13,6 +13,8 @@ Synopsis:
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import keras
@@ -21,6 +23,7 @@ from tfdist import models, tasks
 from tfdist.data.spec import DataSpec
 from tfdist.errors import UsageError
 from tfdist.internals import keras as keras_internals
+from tfdist.internals import keras_variables
 from tfdist.run.config import TrainConfig
 
 # Goyal and others train 90 epochs and warm up in the first 5; a shorter run warms up in its first tenth.
@@ -101,6 +104,26 @@ def compile(model: keras.Model, spec: DataSpec, config: TrainConfig, steps_per_e
     if options["optimizer"] == "sgd":
         _regularize(model, options.pop("weight_decay", 0.0))
     tasks.compile(model, spec, _optimizer(options, config, steps_per_epoch))
+
+
+@contextlib.contextmanager
+def compiled_without_memory(
+    strategy: Any, config: TrainConfig, spec: DataSpec, steps_per_epoch: int | None, options: Mapping[str, Any]
+) -> Iterator[keras.Model]:
+    """The compiled model of a run whose variables have no memory, within this context, for tracing its steps.
+
+    Args:
+        strategy: a strategy with one replica.
+        config: the options of the run.
+        spec: the spec of its dataset.
+        steps_per_epoch: the number of steps of an epoch; `None` if it is unknown.
+        options: the options of the model.
+    """
+    with keras_variables.without_memory(), strategy.scope():
+        model = models.build(config.model, spec, **options)
+        if not model.compiled:
+            compile(model, spec, config, steps_per_epoch)
+        yield model
 
 
 def _optimizer(options: dict[str, Any], config: TrainConfig, steps_per_epoch: int | None) -> keras.optimizers.Optimizer:

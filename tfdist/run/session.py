@@ -157,6 +157,7 @@ class Session:
         self._profile: callbacks.Profile | None = None
         self._interrupted = False
         self._task_files: dict[str, str] = {}
+        self._peak_memory_bytes: int | None = None  # that of the training, once it has ended
         self.usage: list[tuple[str, str]] = []  # rows of the final table: how to use the saved model
 
     def interrupt(self) -> None:
@@ -216,7 +217,7 @@ class Session:
 
     def _record_utilization(self, source: data.Source, strategy: Any) -> None:
         assert self.record is not None
-        self.record.peak_memory_bytes = memory.peak_resident_bytes()  # of the run, without what is traced here
+        self._peak_memory_bytes = memory.peak_resident_bytes()  # without what is traced here
         try:
             self.record.utilization = utilization.of_run(self.record, self.config, self.model_options, source, strategy)
         except Exception as error:  # the user's code that builds the model; the training has ended well
@@ -312,8 +313,7 @@ class Session:
         if self.record is None:
             return
         self.record.status, self.record.reason = status, reason
-        if self.record.utilization is None:
-            self.record.peak_memory_bytes = memory.peak_resident_bytes()
+        self.record.peak_memory_bytes = self._peak_memory_bytes or memory.peak_resident_bytes()
         self.record.peak_gpu_memory_bytes = memory.peak_gpu_bytes()
         self.record.files = self._files()
         self.write_record()

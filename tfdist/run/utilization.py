@@ -15,9 +15,8 @@ import keras
 
 from tfdist import models
 from tfdist.data import Source
-from tfdist.internals import keras_variables
 from tfdist.jobs.job_environment import cores
-from tfdist.loop import model_flops
+from tfdist.loop import model_flops, traced_step
 from tfdist.run import optimizers, peak
 from tfdist.run.config import TrainConfig
 from tfdist.run.schema import RunRecord, UtilizationRecord
@@ -54,13 +53,11 @@ def flops_per_step(config: TrainConfig, options: dict[str, Any], source: Source)
     strategy = SingleStrategy(seed=0)  # of which `tfdist.strategy` would warn in a process of a job
     streams = models.knows(config.model, "streams")
     feed = source.feed("train", config.batch_size, world=strategy.world, seed=config.seed, stream_positions=streams)
-    with keras_variables.without_memory(), strategy.scope():
-        model = models.build(config.model, source.spec, **options)
-        if not model.compiled:
-            optimizers.compile(model, source.spec, config, feed.num_batches)
+    with optimizers.compiled_without_memory(strategy, config, source.spec, feed.num_batches, options) as model:
         if model.run_eagerly:
             return None
-        return model_flops.of_step(strategy, model, config.batch_size, feed.spec, _length(source, config))
+        length = _length(source, config)
+        return model_flops.of_step(traced_step.operations(strategy, model, config.batch_size, feed.spec, length))
 
 
 def _length(source: Source, config: TrainConfig) -> int:
