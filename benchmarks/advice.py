@@ -3,16 +3,17 @@
     compute         large batches
     communication   batches of a few examples, for which processes mostly exchange gradients
 
-Each round measures the inputs of the predictions (steps of two simultaneous processes, the link between them and, for
-`pipeline`, its stages) and then the jobs, so that other work on the machine affects both. A line shows the ratio of the
-measured to the predicted seconds per step, the mean over the rounds, whether it is within 1.15, and whether the median
-job is inside the interval that `tfdist advise` would print after these rounds.
+Each round measures what `tfdist advise` measures in a round, and then the jobs, so that other work on the machine
+affects both. A line shows the ratio of the measured to the predicted seconds per step, the mean over the rounds,
+whether it is within 1.15, and whether the median job is inside the interval that `tfdist advise` would print after
+these rounds. The last ratio is that to the formulas alone, without the correction by a measured job of two processes.
 Example: `python -m benchmarks.advice --models cnn textcnn --settings compute --strategies multiworker pipeline`
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import math
 import os
 import statistics
@@ -26,6 +27,7 @@ from typing import Any
 import keras
 
 from tfdist.advisor import costs, measured
+from tfdist.advisor import rounds as round_of
 from tfdist.run.folder import load_record
 from tfdist.study.plan import as_options
 
@@ -92,32 +94,12 @@ def compare(model: str, setting: str, strategies: list[str], rounds: int) -> Non
         work = work.with_steps_for(Path(folder), EPOCH_SECONDS)
         turns = []
         for number in range(rounds):
-            predicted = predictions(work, strategies, Path(folder, str(number)))
-            jobs = {name: job(work, name, Path(folder, str(number), name)) for name in predicted}
-            turns.append((predicted, jobs))
+            here = Path(folder, str(number))
+            facts, _ = round_of.measure_once(work, [2], strategies, None, here)
+            facts = dataclasses.replace(facts, steps=min(work.steps, facts.steps))
+            turns.append((facts, {name: job(work, name, here / name) for name in strategies}))
     for name in strategies:
-        if all(name in predicted for predicted, _ in turns):
-            pairs = [(predicted[name], jobs[name]) for predicted, jobs in turns]
-            print(f"{model}, {setting}, {name}, batch {size}: {line(pairs, size)}", flush=True)
-        else:
-            print(f"{model}, {setting}, {name}, batch {size}: refused", flush=True)
-
-
-def predictions(work: measured.Work, strategies: list[str], folder: Path) -> dict[str, float]:
-    """Predicts the seconds per step of two processes like `tfdist advise`, by strategy, if it trains the model."""
-    compute, record = measured.compute(work, 2, folder)
-    link = measured.link("multiworker")
-    assert link is not None
-    seconds = {}
-    if "multiworker" in strategies:
-        gradient_bytes = 4.0 * (record.model.parameters or 0)
-        seconds["multiworker"] = costs.collective(compute, link, gradient_bytes, work.batch_size, 2)
-    if "pipeline" in strategies and work.batch_size >= costs.MICRO_BATCHES:
-        stages = measured.pipelines(work, [2], 2, folder / "stages").stages.get(2)
-        if stages is not None:
-            step_seconds = measured.micro_batched_seconds(work, 2, folder)
-            seconds["pipeline"] = costs.pipeline(stages, step_seconds, link, costs.MICRO_BATCHES)
-    return seconds
+        print(f"{model}, {setting}, {name}, batch {size}: {line(turns, name, size)}", flush=True)
 
 
 def job(work: measured.Work, strategy: str, folder: Path) -> float:
@@ -130,19 +112,32 @@ def job(work: measured.Work, strategy: str, folder: Path) -> float:
     return statistics.median(epoch.step_seconds for epoch in epochs if epoch.step_seconds)
 
 
-def line(pairs: list[tuple[float, float]], size: int) -> str:
-    """Summarizes the predicted and the measured seconds of each round."""
-    ratio = math.exp(statistics.fmean(math.log(actual / predicted) for predicted, actual in pairs))
-    (prediction,) = costs.combined([[costs.Prediction("", 2, size / predicted)] for predicted, _ in pairs])
-    actual = statistics.median(actual for _, actual in pairs)
-    off = prediction.examples_per_second * actual / size
-    milliseconds = " ".join(f"{1e3 * predicted:.2f}/{1e3 * actual:.2f}" for predicted, actual in pairs)
+def line(turns: list[tuple[costs.Facts, dict[str, float]]], name: str, size: int) -> str:
+    """Summarizes the predicted, the modelled and the measured seconds of each round."""
+    predictions = [[one for one in costs.predict(facts, [2]) if one.strategy == name] for facts, _ in turns]
+    if not all(predictions):
+        return "refused"
+    measured_seconds = [jobs[name] for _, jobs in turns]
+    predicted_seconds = [size / one.examples_per_second for (one,) in predictions]
+    modelled_seconds = [costs.modelled_step_seconds(facts, 2)[name] for facts, _ in turns]
+    (prediction,) = costs.combined(predictions)
+    off = prediction.examples_per_second * statistics.median(measured_seconds) / size
+    ratio = mean_ratio(measured_seconds, predicted_seconds)
     near = "yes" if max(ratio, 1 / ratio) <= TOLERANCE else "no"
     inside = "yes" if max(off, 1 / off) <= prediction.within else "no"
-    return (
-        f"measured / predicted {ratio:.2f}, within {TOLERANCE} {near}, "
-        f"inside the interval (factor {prediction.within:.2f}) {inside}; predicted/measured ms {milliseconds}"
+    milliseconds = " ".join(
+        f"{1e3 * one:.2f}/{1e3 * other:.2f}" for one, other in zip(predicted_seconds, measured_seconds, strict=True)
     )
+    return (
+        f"measured / predicted {ratio:.2f}, within {TOLERANCE} {near}, inside the interval (factor "
+        f"{prediction.within:.2f}) {inside}; predicted/measured ms {milliseconds}; measured / modelled "
+        f"{mean_ratio(measured_seconds, modelled_seconds):.2f}"
+    )
+
+
+def mean_ratio(values: list[float], others: list[float]) -> float:
+    """The geometric mean of the ratios."""
+    return math.exp(statistics.fmean(math.log(one / other) for one, other in zip(values, others, strict=True)))
 
 
 if __name__ == "__main__":

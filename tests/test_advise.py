@@ -2,6 +2,7 @@
 
 import dataclasses
 import doctest
+import math
 import os
 import re
 
@@ -143,6 +144,31 @@ def test_processes_of_one_machine_have_the_cost_that_was_measured_together():
     shared = costs.Facts(64, 10, 1e6, {1: COMPUTE, 2: Compute(0.1, 0.0)}, {"multiworker": FAST}, machines=False)
     found = {one.name: one.examples_per_second for one in costs.predict(shared, [2])}
     assert found["multiworker on 2"] == pytest.approx(640, rel=0.01) and set(found) == {"single", "multiworker on 2"}
+
+
+@pytest.mark.parametrize(("measured_seconds", "for_three"), [(0.04, 0.02 + 0.01), (0.015, 0.02 * 0.5)])
+def test_what_a_job_of_two_costs_besides_the_formulas_is_added_and_what_it_saves_is_a_proportion(
+    measured_seconds, for_three
+):
+    compute = {1: COMPUTE, 2: Compute(0.03, 0.0), 3: Compute(0.02, 0.0)}
+    instant = Link(0.0, math.inf)
+    known = costs.Facts(64, 10, 1e6, compute, {"multiworker": instant}, machines=False)
+    corrected = dataclasses.replace(known, jobs=costs.Jobs(2, 10, {"multiworker": measured_seconds}))
+    found = {one.name: 64 / one.examples_per_second for one in costs.predict(corrected, [2, 3])}
+    assert found["multiworker on 2"] == pytest.approx(measured_seconds)
+    assert found["multiworker on 3"] == pytest.approx(for_three)
+    assert costs.modelled_step_seconds(corrected, 2) == {"multiworker": pytest.approx(0.03)}
+
+
+def test_a_job_with_short_epochs_corrects_a_training_with_long_ones():
+    known = dataclasses.replace(facts(FAST, machines=False), links={"mpi_split": FAST}, copy_seconds=1.0)
+    step = COMPUTE.seconds(512)
+    # The job averages once in 10 steps, and loses 3 ms besides.
+    jobs = costs.Jobs(2, 10, {"mpi_split": step + 1.0 / 10 + 0.003})
+    found = {
+        one.name: 1024 / one.examples_per_second for one in costs.predict(dataclasses.replace(known, jobs=jobs), [2])
+    }
+    assert found["mpi_split on 2"] == pytest.approx(step + 1.0 / 100 + 0.003, rel=1e-3)
 
 
 def test_a_line_through_two_noisy_measurements_has_no_cost_below_zero():

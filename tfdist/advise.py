@@ -8,6 +8,7 @@ Without `--link`, the workers are processes that share this machine; with it, ea
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import re
 import tempfile
@@ -80,9 +81,10 @@ def draw_predictions(predictions: Sequence[Prediction], path: Path) -> None:
 
 
 LEFT_OUT = """The predictions leave out:
-- the overhead per epoch, and input pipelines that cannot keep up with the workers
-- communication that overlaps computation; only the stages of a pipeline compute while others send
-- what a message costs the processors besides the latency and the time for its bytes
+- with `--link`: the overhead per epoch, what a message costs the processors besides its latency and the time for its
+  bytes, and communication that overlaps computation. Without it, these are measured in a job of the smallest number of
+  workers, and assumed to be the same for more
+- input pipelines that cannot keep up with the workers
 - buffers of the network, which let a stage of a pipeline send before the next one receives
 - that `pipeline` measures the layers anew in each run, and may cut the model elsewhere
 - that a stage which waits leaves the memory bandwidth of a shared machine to the others
@@ -146,7 +148,7 @@ def command(
                 draw_predictions(predictions, picture)
                 click.echo(picture)
             if check and described is None and 2 in counts:
-                click.echo(_comparison(work, predictions, Path(folder)))
+                click.echo(_comparison(work, facts, Path(folder)))
 
 
 def _table(predictions: Sequence[Prediction], counts: Sequence[int]) -> str:
@@ -203,9 +205,12 @@ def _seconds(wanted: Prediction, by_round: Sequence[Sequence[Prediction]]) -> di
     }
 
 
-def _comparison(work: measured.Work, predictions: Sequence[Prediction], folder: Path) -> str:
+def _comparison(work: measured.Work, facts: Sequence[costs.Facts], folder: Path) -> str:
     """Compares the predictions for two workers with runs that were not used for them."""
     terminal.say("Comparing with runs of two workers ...")
+    # An averaging is predicted for the steps of an epoch of these runs.
+    steps = min(work.steps, facts[0].steps)
+    predictions = costs.combined([costs.predict(dataclasses.replace(one, steps=steps), [2]) for one in facts])
     limit = min(work.examples, work.steps * work.batch_size)
     train = {name: value for name, value in work.options.items() if name not in ("model", "dataset")} | {"limit": limit}
     contestants = [

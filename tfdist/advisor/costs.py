@@ -8,6 +8,7 @@ Seconds per step:
     averaging after H steps              max of c(n_i) + (copies + all-reduce) / H
     parameter servers, asynchronous      max(c(B) / W, 2 · bytes / (P · bandwidth))
     pipeline                             the flow shop of M micro-batches over measured stages, see `pipeline`
+    where a job of two was measured      the above, and what that job takes more or less than the above, see `Jobs`
 
 B is the global batch size, n_i the batch size of process i, W the number of workers, P that of servers, and M that of
 micro-batches. c(n) includes the update of the weights, which every process makes. The bytes of an averaging are those
@@ -28,6 +29,7 @@ Synopsis:
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import re
 import statistics
@@ -211,6 +213,24 @@ class Prediction:
 
 
 @dataclass(frozen=True)
+class Jobs:
+    """Jobs that were measured on this machine, with the fewest processes that predictions are for.
+
+    They have costs that the formulas leave out: the beginning and the end of an epoch, threads of the communication
+    that compete for the cores, and exchanges that overlap with the computation.
+
+    Attributes:
+        processes: the number of processes of each job.
+        steps: steps per epoch.
+        step_seconds: the time of an epoch divided by its steps, by strategy.
+    """
+
+    processes: int
+    steps: int
+    step_seconds: Mapping[str, float]
+
+
+@dataclass(frozen=True)
 class Facts:
     """The inputs of the cost model.
 
@@ -226,6 +246,7 @@ class Facts:
         micro_batched_seconds: the time of a step of one device in `MICRO_BATCHES` micro-batches, by the number of
             processes that share the machine, as `compute`.
         stages: the stages of the model, by their number.
+        jobs: measured jobs of processes that share this machine.
     """
 
     batch_size: int
@@ -238,6 +259,7 @@ class Facts:
     copy_seconds: float = 0.0
     micro_batched_seconds: Mapping[int, float] = field(default_factory=dict)
     stages: Mapping[int, Stages] = field(default_factory=dict)
+    jobs: Jobs | None = None
 
 
 def predict(facts: Facts, worker_counts: Sequence[int]) -> list[Prediction]:
@@ -271,7 +293,21 @@ def combined(rounds: Sequence[Sequence[Prediction]]) -> list[Prediction]:
 
 
 def _step_seconds(facts: Facts, workers: int) -> dict[str, float]:
-    """The seconds per global batch, by strategy."""
+    """The seconds per global batch, by strategy, corrected by the measured jobs."""
+    seconds = modelled_step_seconds(facts, workers)
+    if facts.jobs is None:
+        return seconds
+    of_jobs = modelled_step_seconds(dataclasses.replace(facts, steps=facts.jobs.steps), facts.jobs.processes)
+    for name, measured in facts.jobs.step_seconds.items():
+        if name in seconds and name in of_jobs:
+            # A cost that was left out does not become less with more processes; what overlaps stays a proportion.
+            more = measured - of_jobs[name]
+            seconds[name] = seconds[name] + more if more > 0 else seconds[name] * measured / of_jobs[name]
+    return seconds
+
+
+def modelled_step_seconds(facts: Facts, workers: int) -> dict[str, float]:
+    """The seconds per global batch, by strategy, as the formulas have it."""
     sharing = 1 if facts.machines else workers
     compute, size = facts.compute[sharing], facts.batch_size
     seconds = {}

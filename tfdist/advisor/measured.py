@@ -30,7 +30,7 @@ EPOCHS = 3
 # Enough steps to make the fixed cost of an epoch negligible, but few enough that an epoch of a large model ends soon.
 MAX_STEPS, MIN_STEPS, PROBE_STEPS, EPOCH_SECONDS = 250, 10, 10, 5.0
 MAX_RUN_SECONDS = 300.0
-# Steps per epoch of a short run, which shows whether a strategy can train a model, or how long an averaging takes.
+# Steps of a short run, which shows whether a strategy can train a model.
 SHORT_STEPS = 2
 # Hops in an all-reduce of two processes.
 HOPS_OF_TWO = 2
@@ -102,30 +102,26 @@ def refusal(work: Work, strategy: str, folder: Path) -> str | None:
 
     They train on its CPU, because two processes may have to share one GPU.
     """
-    code = _short_run(work, strategy, 1, folder, os.environ | {"CUDA_VISIBLE_DEVICES": "-1"})
+    options = {**work.options, "strategy": strategy, "workers": 2, "batch_size": work.batch_size}
+    options |= {"limit": SHORT_STEPS * work.batch_size, "epochs": 1}
+    process = _start(options, folder, work.cores, os.environ | {"CUDA_VISIBLE_DEVICES": "-1"})
+    try:
+        code = child.wait(process, MAX_RUN_SECONDS)
+    finally:
+        child.kill(process)
     return None if code == 0 else _reason(folder, code)
 
 
-def averaging_seconds(work: Work, folder: Path) -> float | None:
-    """Measures an averaging of two processes of `mpi_split` on this machine; `None` if they cannot run."""
-    if _short_run(work, "mpi_split", EPOCHS, folder) != 0:
-        return None
-    # Without the first epoch, which traces the graphs.
-    seconds = [epoch.metrics.get("sync_seconds") for epoch in load_record(folder).epochs[1:]]
-    return min((value for value in seconds if value is not None), default=None)
+def job(work: Work, strategy: str, processes: int, folder: Path) -> tuple[float, float | None]:
+    """Measures the seconds per step of a job of `processes` on this machine.
 
-
-def _short_run(
-    work: Work, strategy: str, epochs: int, folder: Path, environment: Mapping[str, str] | None = None
-) -> int | None:
-    """Trains a few steps in two processes; returns the exit code, or `None` if it took too long."""
-    options = {**work.options, "strategy": strategy, "workers": 2, "batch_size": work.batch_size}
-    options |= {"limit": SHORT_STEPS * work.batch_size, "epochs": epochs}
-    process = _start(options, folder, work.cores, environment)
-    try:
-        return child.wait(process, MAX_RUN_SECONDS)
-    finally:
-        child.kill(process)
+    Returns:
+        The seconds per step, and those of an averaging of `mpi_split`; `None` for other strategies.
+    """
+    started = {"strategy": strategy, "workers": processes}
+    records = run_side_by_side(work, work.batch_size, 1, folder, started)
+    averagings = [epoch.metrics.get("sync_seconds") for epoch in records[0].epochs[1:]]
+    return _median_step_seconds(records), min((value for value in averagings if value is not None), default=None)
 
 
 @dataclass(frozen=True)
@@ -176,7 +172,7 @@ def run_side_by_side(
         batch_size: the batch size of each training.
         processes: the number of trainings.
         folder: the folder for the runs.
-        strategy: the options of `tfdist train` that select the strategy, which trains in one process.
+        strategy: the options of `tfdist train` that select the strategy.
 
     Raises:
         UsageError: a training failed or took too long.
@@ -185,11 +181,13 @@ def run_side_by_side(
     limit = min(work.examples, work.steps * batch_size)
     options = {**work.options, **strategy, "batch_size": batch_size, "limit": limit, "epochs": EPOCHS}
     children = [_start(options, run, work.cores[rank::processes]) for rank, run in enumerate(folders)]
-    _wait_for_all(children, folders, f"A step of {batch_size} examples")
+    _wait_for_all(children, folders, f"A step of {batch_size} examples", str(strategy["strategy"]))
     return [load_record(run) for run in folders]
 
 
-def _wait_for_all(children: Sequence[subprocess.Popen[bytes]], folders: Sequence[Path], what: str) -> None:
+def _wait_for_all(
+    children: Sequence[subprocess.Popen[bytes]], folders: Sequence[Path], what: str, strategy: str = "single"
+) -> None:
     """Waits for children; raises `UsageError`, which says `what` they measure, if one failed or took too long."""
     try:
         codes = [child.wait(process, MAX_RUN_SECONDS) for process in children]
@@ -200,7 +198,7 @@ def _wait_for_all(children: Sequence[subprocess.Popen[bytes]], folders: Sequence
         if code != 0:
             raise UsageError(
                 f"{what} could not be measured: {_reason(folder, code)}",
-                "check that `tfdist train --strategy single` runs with these options",
+                f"check that `tfdist train --strategy {strategy}` runs with these options",
             )
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from tfdist import terminal
 from tfdist.advisor import measured
-from tfdist.advisor.costs import Facts, Link
+from tfdist.advisor.costs import Facts, Jobs, Link
 
 BYTES_OF_FLOAT32 = 4
 ROUNDS = 3
@@ -45,25 +45,21 @@ def measure(
     Returns:
         The inputs of each round, and why the model cannot be divided into a number of stages, by that number.
     """
-    averaging_seconds = 0.0
-    if "mpi_split" in names:
-        terminal.say("Measuring the time to average the weights ...")
-        averaging_seconds = measured.averaging_seconds(work, folder / "averaging") or 0.0
     facts: list[Facts] = []
     refusals: dict[int, str] = {}
     for number in range(ROUNDS):
         terminal.say(f"Round {number + 1} of {ROUNDS}:")
-        measured_facts, refused = _round(work, counts, names, described, folder / f"round-{number}")
-        facts.append(dataclasses.replace(measured_facts, copy_seconds=_copy_seconds(measured_facts, averaging_seconds)))
+        measured_facts, refused = measure_once(work, counts, names, described, folder / f"round-{number}")
+        facts.append(measured_facts)
         refusals |= refused
     # Cuts follow from measured times, so that a number of stages may be refused in one round only.
     return [_without_stages(measured_facts, refusals) for measured_facts in facts], refusals
 
 
-def _round(
+def measure_once(
     work: measured.Work, counts: Sequence[int], names: Sequence[str], described: Link | None, folder: Path
 ) -> tuple[Facts, dict[int, str]]:
-    """Measures the inputs once; also returns why the model cannot be divided into numbers of stages."""
+    """Measures the inputs of one round; also returns why the model cannot be divided into numbers of stages."""
     compute, micro_batched_seconds = {}, {}
     for count in [1] if described else sorted({1, *counts}):
         processes = "one process" if count == 1 else f"{count} simultaneous processes"
@@ -86,7 +82,23 @@ def _round(
         micro_batched_seconds=micro_batched_seconds,
         stages=pipelines.stages,
     )
-    return facts, dict(pipelines.refusals)
+    return _with_jobs(facts, work, counts, names, folder), dict(pipelines.refusals)
+
+
+def _with_jobs(facts: Facts, work: measured.Work, counts: Sequence[int], names: Sequence[str], folder: Path) -> Facts:
+    """Adds measured jobs for workers that share this machine, and in any case what an averaging takes."""
+    processes = 2 if facts.machines else min((count for count in counts if count > 1), default=0)
+    step_seconds, averaging_seconds = {}, 0.0
+    for name in names if processes else ():
+        if facts.machines and name != "mpi_split":
+            continue  # two processes of this machine have other costs than machines with a link between them
+        terminal.say(f"Measuring a job of {processes} processes of `{name}` ...")
+        step_seconds[name], of_averaging = measured.job(work, name, processes, folder / f"job-{name}")
+        averaging_seconds = of_averaging or averaging_seconds
+    jobs = None
+    if step_seconds and not facts.machines:
+        jobs = Jobs(processes, min(work.steps, facts.steps), step_seconds)
+    return dataclasses.replace(facts, jobs=jobs, copy_seconds=_copy_seconds(facts, averaging_seconds, processes))
 
 
 def _links(names: Sequence[str]) -> dict[str, Link]:
@@ -99,11 +111,11 @@ def _links(names: Sequence[str]) -> dict[str, Link]:
     return {name: link for name in names if (link := links[LINKS[name]]) is not None}
 
 
-def _copy_seconds(facts: Facts, averaging_seconds: float) -> float:
-    """The part of an averaging of two processes of this machine that is not the exchange over their link."""
+def _copy_seconds(facts: Facts, averaging_seconds: float, processes: int) -> float:
+    """The part of an averaging of processes of this machine that is not the exchange over their link."""
     if facts.machines or "mpi_split" not in facts.links:
         return averaging_seconds
-    return max(0.0, averaging_seconds - facts.links["mpi_split"].all_reduce_seconds(facts.averaged_bytes, 2))
+    return max(0.0, averaging_seconds - facts.links["mpi_split"].all_reduce_seconds(facts.averaged_bytes, processes))
 
 
 def _without_stages(facts: Facts, counts: Collection[int]) -> Facts:
