@@ -184,8 +184,10 @@ def test_the_first_epoch_of_a_measured_run_only_warms_up(monkeypatch, tmp_path):
         return [record]
 
     monkeypatch.setattr(measured, "run_side_by_side", records)
-    found, _ = measured.compute(measured.Work({}, 64, 1000, (0,)), 1, tmp_path)
-    assert found.seconds(64) == pytest.approx(0.002 * 64)
+    work = measured.Work({}, 64, 1000, (0,))
+    assert measured.compute(work, 2, tmp_path)[0].seconds(32) == pytest.approx(0.002 * 32)
+    line, _ = measured.compute_of_any_part(work, tmp_path)
+    assert [line.seconds(16), line.seconds(64)] == pytest.approx([0.002 * 16, 0.002 * 64])
 
 
 def test_predictions_of_several_rounds_say_how_far_a_run_may_be_from_them():

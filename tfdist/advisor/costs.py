@@ -2,7 +2,7 @@
 
 Seconds per step:
 
-    computation of n examples            c(n) = a + b n, from two measurements
+    computation of n examples            c(n), measured for the part of a process, or a + b n from two measurements
     all-reduce of N processes (ring)     2 (N - 1) latency + 2 (N - 1) / N · bytes / bandwidth
     collective strategies                max of c(n_i) + max(0, all-reduce - overlap)
     averaging after H steps              max of c(n_i) + (copies + all-reduce) / H

@@ -64,15 +64,25 @@ class Work:
 
 
 def compute(work: Work, processes: int, folder: Path) -> tuple[Compute, RunRecord]:
-    """Measures the cost of computation with `processes` on this machine; also returns the record of one run."""
-    sizes = max(1, work.batch_size // (2 * processes)), -(-work.batch_size // processes)
-    if sizes[0] == sizes[1]:
-        sizes = sizes[0], 2 * sizes[0]
-    points = []
-    for size in sizes:
-        records = run_side_by_side(work, size, processes, folder / f"{processes}-{size}")
-        points.append((size, _median_step_seconds(records)))
-    return Compute.through(*points), records[0]
+    """Measures the computation of a process's part of the global batch, with `processes` on this machine.
+
+    Also returns the record of one run.
+    """
+    seconds, record = _steps(work, -(-work.batch_size // processes), processes, folder)
+    return Compute(seconds, 0.0), record
+
+
+def compute_of_any_part(work: Work, folder: Path) -> tuple[Compute, RunRecord]:
+    """Measures the computation of any part of the global batch on one machine; also returns the record of one run."""
+    half = max(1, work.batch_size // 2)
+    half_seconds, _ = _steps(work, half, 1, folder)
+    seconds, record = _steps(work, work.batch_size, 1, folder)
+    return Compute.through((half, half_seconds), (work.batch_size, seconds)), record
+
+
+def _steps(work: Work, size: int, processes: int, folder: Path) -> tuple[float, RunRecord]:
+    records = run_side_by_side(work, size, processes, folder / f"{processes}-{size}")
+    return _median_step_seconds(records), records[0]
 
 
 def micro_batched_seconds(work: Work, processes: int, folder: Path) -> float:

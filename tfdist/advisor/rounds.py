@@ -64,7 +64,10 @@ def measure_once(
     for count in [1] if described else sorted({1, *counts}):
         processes = "one process" if count == 1 else f"{count} simultaneous processes"
         terminal.say(f"Measuring steps of {processes} ...")
-        compute[count], record = measured.compute(work, count, folder)
+        if described:
+            compute[count], record = measured.compute_of_any_part(work, folder)
+        else:
+            compute[count], record = measured.compute(work, count, folder)
         if "pipeline" in names and (count > 1 or described):
             micro_batched_seconds[count] = measured.micro_batched_seconds(work, count, folder)
     terminal.say("Measuring the bytes of weights and slots, and the stages of a pipeline ...")
