@@ -127,6 +127,9 @@ def job(work: Work, strategy: str, processes: int, folder: Path) -> tuple[float,
 
     Returns:
         The seconds per step, and those of an averaging of `mpi_split`; `None` for other strategies.
+
+    Raises:
+        UsageError: the job failed or took too long.
     """
     started = {"strategy": strategy, "workers": processes}
     records = run_side_by_side(work, work.batch_size, 1, folder, started)

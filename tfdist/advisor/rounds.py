@@ -9,6 +9,7 @@ from pathlib import Path
 from tfdist import terminal
 from tfdist.advisor import measured
 from tfdist.advisor.costs import Facts, Jobs, Link
+from tfdist.errors import UsageError
 
 BYTES_OF_FLOAT32 = 4
 ROUNDS = 3
@@ -96,7 +97,11 @@ def _with_jobs(facts: Facts, work: measured.Work, counts: Sequence[int], names: 
         if facts.machines and name != "mpi_split":
             continue  # two processes of this machine have other costs than machines with a link between them
         terminal.say(f"Measuring a job of {processes} processes of `{name}` ...")
-        step_seconds[name], of_averaging = measured.job(work, name, processes, folder / f"job-{name}")
+        try:
+            step_seconds[name], of_averaging = measured.job(work, name, processes, folder / f"job-{name}")
+        except UsageError as error:  # it trains on CPUs, and may not with one GPU for several processes
+            terminal.say(f"{error.sentence}; `{name}` is predicted without it")
+            continue
         averaging_seconds = of_averaging or averaging_seconds
     jobs = None
     if step_seconds and not facts.machines:
