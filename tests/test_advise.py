@@ -9,7 +9,7 @@ import re
 import pytest
 from click.testing import CliRunner
 
-from tfdist import advise
+from tfdist import advise, terminal
 from tfdist.advisor import costs, measured, rounds
 from tfdist.advisor.costs import Compute, Link, Message, Stages
 from tfdist.pipeline_parallel import schedule
@@ -235,13 +235,14 @@ def test_what_cannot_be_predicted_is_one_sentence_and_a_hint(options, sentence):
     assert sentence in found.output and "hint:" in found.output
 
 
-def test_a_strategy_whose_job_fails_is_predicted_by_its_formula(tmp_path, capfd):
+def test_a_strategy_whose_job_fails_is_predicted_by_its_formula(tmp_path, monkeypatch):
+    said = []
+    monkeypatch.setattr(terminal, "say", said.append)
     work = measured.Work({"model": "nothing", "dataset": "digits"}, 64, 1347, (0,))
     known = dataclasses.replace(facts(FAST, machines=False), links={"multiworker": FAST})
     found = rounds._with_jobs(known, work, [2], ["multiworker"], tmp_path)
     assert found.jobs is None and found.links
-    said = capfd.readouterr().err
-    assert "Unknown model `nothing`" in said and "`multiworker` is predicted without it" in said
+    assert "Unknown model `nothing`" in said[-1] and "`multiworker` is predicted without it" in said[-1]
 
 
 @pytest.mark.thorough
