@@ -136,6 +136,15 @@ def knows(name: str, option: str) -> bool:
     return option in inspect.signature(_builder(name)).parameters
 
 
+def shuffles(name: str, split: str = "train") -> bool | None:
+    """Whether the model `name` takes the examples of a split in random order; `None` if the task of the data decides.
+
+    Pieces of a text are read as streams for models that keep a state. Models without one learn more from them in random
+    order, and are evaluated on all of them. Of a custom model it is not known whether it keeps a state.
+    """
+    return split == "train" if tasks(name) and not knows(name, "streams") else None
+
+
 def tasks(name: str) -> tuple[str, ...]:
     """The tasks of the model `name`, a subset of `tfdist.data.spec.TASKS`; empty if unknown, as for a custom model."""
     return tuple(_module_constant(name, "TASKS", ()))

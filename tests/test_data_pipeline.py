@@ -10,6 +10,7 @@ import pytest
 import tensorflow as tf
 
 from tests.test_data import flat, numbered
+from tfdist import models
 from tfdist.data import Source
 from tfdist.data.formats import text
 from tfdist.data.input import augmentation, bad_examples, order, padding
@@ -215,6 +216,25 @@ def test_each_row_of_a_batch_goes_on_in_the_next_one_and_only_the_tail_is_left_o
     assert_same_batches(batches_of_ranks(data, 5, 3), batches)
     seen = order.streams(23, 5)
     assert sorted(seen) == list(range(20))
+
+
+def test_a_text_that_is_not_read_as_streams_keeps_its_tail_and_may_be_shorter_than_a_batch():
+    for shuffle in (False, True):
+        feed = characters().feed("train", 24, shuffle=shuffle)
+        assert feed.num_batches == 1 and feed.examples == 23
+
+
+@pytest.mark.parametrize(
+    ("model", "expected"),
+    [
+        ("gpt", [True, False]),
+        ("stateful_rnn", [None, None]),
+        ("mlp", [True, False]),
+        ("tests.test_data_pipeline:characters", [None, None]),
+    ],
+)
+def test_only_models_without_a_state_take_pieces_of_a_text_in_random_order(model, expected):
+    assert [models.shuffles(model), models.shuffles(model, "validation")] == expected
 
 
 def test_a_batch_of_more_streams_than_examples_is_refused():

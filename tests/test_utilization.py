@@ -153,3 +153,14 @@ def test_all_strategies_record_the_same_flops_and_their_share_of_the_peak(tmp_pa
     for figures in found:
         assert figures.mfu == pytest.approx(figures.flops_per_second / figures.peak_flops_per_second)
         assert 0 < figures.mfu < 1
+
+
+def test_a_text_of_fewer_pieces_than_a_batch_trains_a_model_without_a_state_and_its_flops_are_counted(tmp_path):
+    options = ["--model", "gpt", "--dataset", "synthetic", "--batch-size", 128, "--epochs", 1, "--run-dir", "run"]
+    for name in ("task=characters", "train=100", "validation=50", "test=20"):
+        options += ["--data-option", name]
+    for name in ("layers=1", "units=16", "heads=2"):
+        options += ["--model-option", name]
+    done = run("--strategy", "single", *options, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert load_record(tmp_path / "run").utilization.flops_per_step > 0

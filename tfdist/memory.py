@@ -122,6 +122,7 @@ def of_step(
 ) -> tuple[StepMemory, int]:
     """Estimates the memory of the steps of a replica on `batch_size` examples, and that of all examples, in bytes."""
     import tfdist
+    from tfdist import models
     from tfdist.loop import peak_memory
     from tfdist.run import optimizers
     from tfdist.run.config import TrainConfig
@@ -129,7 +130,7 @@ def of_step(
     source = for_model.load(model, dataset, data_dir, **data_options or {})
     strategy = tfdist.strategy("single", seed=0, recompute=recompute)
     config = TrainConfig("single", model, dataset, batch_size=batch_size, optimizer=optimizer)
-    feed = source.feed("train", batch_size, world=strategy.world, seed=0)
+    feed = source.feed("train", batch_size, world=strategy.world, seed=0, shuffle=models.shuffles(model))
     steps = feed.num_batches
     with optimizers.compiled_without_memory(strategy, config, source.spec, steps, model_options or {}) as built:
         step = peak_memory.of_training(strategy, built, batch_size, feed.spec)

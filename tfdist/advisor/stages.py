@@ -92,7 +92,8 @@ def _compiled(work: Work) -> Any:
     source = for_model.load(options["model"], options["dataset"], folder, **data_options)
     model_options = registry.parse_options(options.get("model_option", ()), "--model-option")
     strategy = tfdist.strategy("single", seed=0)
-    feed = source.feed("train", work.batch_size, world=strategy.world, seed=0)
+    shuffle = models.shuffles(options["model"])
+    feed = source.feed("train", work.batch_size, world=strategy.world, seed=0, shuffle=shuffle)
     with strategy.scope():
         model = models.build(options["model"], source.spec, **model_options)
         if not model.compiled:

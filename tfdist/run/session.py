@@ -295,12 +295,12 @@ class Session:
             return source.repeated_feed("train", config.batch_size, augment=config.augment, **self._feed_options())
         if config.input == "cached":
             source = source.cached()
-        # A model without a state learns more from pieces of text in random order.
-        shuffle = True if models.tasks(config.model) and not _has_streams(config) else None
-        return self._feed(strategy, source, "train", augment=config.augment, shuffle=shuffle)
+        return self._feed(strategy, source, "train", augment=config.augment)
 
     def _feed(self, strategy: Any, source: data.Source, split: str, **options: Any) -> Any:
-        return source.feed(split, self.config.batch_size, world=strategy.world, **self._feed_options(), **options)
+        shuffle = models.shuffles(self.config.model, split)
+        options = {**self._feed_options(), "shuffle": shuffle, **options}
+        return source.feed(split, self.config.batch_size, world=strategy.world, **options)
 
     def _feed_options(self) -> dict[str, Any]:
         streams = {"stream_positions": True} if _has_streams(self.config) else {}

@@ -51,8 +51,15 @@ def flops_per_step(config: TrainConfig, options: dict[str, Any], source: Source)
     The step is traced anew, for a model without memory, on one device: strategies trace steps of other sizes.
     """
     strategy = SingleStrategy(seed=0)  # of which `tfdist.strategy` would warn in a process of a job
-    streams = models.knows(config.model, "streams")
-    feed = source.feed("train", config.batch_size, world=strategy.world, seed=config.seed, stream_positions=streams)
+    shuffle, streams = models.shuffles(config.model), models.knows(config.model, "streams")
+    feed = source.feed(
+        "train",
+        config.batch_size,
+        world=strategy.world,
+        seed=config.seed,
+        shuffle=shuffle,
+        stream_positions=streams,
+    )
     with optimizers.compiled_without_memory(strategy, config, source.spec, feed.num_batches, options) as model:
         if model.run_eagerly:
             return None

@@ -192,7 +192,7 @@ def make_replicas(
     source = source if examples is None else source.limit(examples)
     strategy = tfdist.strategy("single", seed=seed)
     keras.utils.set_random_seed(seed)
-    feed = source.feed("train", batch_size, world=strategy.world, seed=seed)
+    feed = source.feed("train", batch_size, world=strategy.world, seed=seed, shuffle=models.shuffles(model))
     if not isinstance(feed, ArrayFeed):
         raise UsageError(
             f"The dataset `{dataset}` is not in memory, and simulated workers access batches in any order",
@@ -204,7 +204,8 @@ def make_replicas(
         optimizers.compile(built, source.spec, config, feed.num_batches)
     built.optimizer.build(built.trainable_variables)
     strategy.prepare(built)
-    return Replicas(built, feed, workers), source.feed("test", batch_size, world=strategy.world)
+    order = models.shuffles(model, "test")
+    return Replicas(built, feed, workers), source.feed("test", batch_size, world=strategy.world, shuffle=order)
 
 
 class Runner:

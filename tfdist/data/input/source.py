@@ -307,7 +307,7 @@ class Source:
             world: this process's place in the job; examples that are in files, or too many for an order that is drawn
                 as a whole, are read by the rank that needs them.
             seed: with the epoch, determines order and augmentation.
-            shuffle: whether to shuffle; None shuffles only "train", and not characters, which are then read as streams.
+            shuffle: whether to shuffle; None shuffles only "train", and reads characters as streams, of any split.
             augment: one of `tfdist.data.input.augmentation.NAMES`.
             stream_positions: for characters, makes x a dict of "tokens" `[b, steps]`, "stream" `[b]`, the example's row
                 in its batch, and "position" `[b]`, the number of examples before it in that stream: for models that
@@ -381,7 +381,7 @@ class Source:
             seed: with `epoch`, determines order and augmentation.
             epoch: the number of the epoch, from 0.
             first_batch: the batch to begin with; earlier batches are not read.
-            shuffle: whether to shuffle; None shuffles only "train", and not characters, which are then read as streams.
+            shuffle: whether to shuffle; None shuffles only "train", and reads characters as streams, of any split.
             augment: one of `tfdist.data.input.augmentation.NAMES`.
             threads: the size of a private thread pool; None shares TensorFlow's.
             deterministic: False lets a batch that is ready earlier come earlier.
@@ -467,7 +467,7 @@ class Source:
         examples = self.spec.examples[split]
         if batch_size < 1:
             raise UsageError(f"The global batch size is `{batch_size}`", "use 1 or more")
-        if self.spec.task == "characters" and not shuffle:
+        if self.spec.task == "characters" and (shuffle is None or arguments.stream_positions):
             if 0 < examples < batch_size:
                 raise UsageError(
                     f"A batch of {batch_size} streams needs at least {batch_size} examples, "
