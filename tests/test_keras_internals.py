@@ -194,6 +194,14 @@ def test_a_step_that_is_watched_tells_what_it_computes_and_keras_is_afterwards_a
     assert "compute_loss" not in vars(type(model))
 
 
+def test_keras_notes_the_mask_and_the_logits_on_a_tensor():
+    tokens = keras.layers.Embedding(3, 2, mask_zero=True)(tf.constant([[1, 0]]))
+    probabilities = keras.layers.Activation("softmax")(tf.constant([[1.0, 2.0]]))
+    for tensor, name in ((tokens, "_keras_mask"), (probabilities, "_keras_logits")):
+        copy = keras_internals.with_attributes_of(tensor, tf.identity(tensor))
+        assert getattr(copy, name) is getattr(tensor, name)
+
+
 def test_a_batch_of_a_pydataset_is_standardized_as_keras_standardizes_it():
     class Data(keras.utils.PyDataset):
         def __len__(self):

@@ -303,6 +303,21 @@ def test_what_is_equal_passes(name, contestant):
     assert report[kernel].difference < 1e-5
 
 
+@pytest.mark.sampled(1)
+@contestants.among({"custom": (2,), "mirrored": (2,)})
+def test_a_gradient_to_which_examples_of_two_classes_add_up_to_almost_zero_is_equal_up_to_rounding(contestant):
+    """As at the beginning of a training with as many examples of each class."""
+    x = np.random.default_rng(0).normal(size=(32, 4)).astype("float32")
+    strategy = start(contestant)
+    keras.utils.set_random_seed(0)
+    with strategy.scope():
+        kernel = keras.initializers.RandomNormal(stddev=1e-3)
+        model = keras.Sequential([keras.Input((4,)), layers.Dense(1, kernel_initializer=kernel)])
+        model.compile("adam", keras.losses.BinaryCrossentropy(from_logits=True))
+    y = np.arange(64, dtype="float32")[:, None] % 2
+    assert strategy.verify(model, np.concatenate([x, -x]), y, batch_size=64).first is None
+
+
 class SpreadOfNoise(keras.Model):
     """As the generator of a GAN: its loss is of a statistic of what it makes of noise."""
 

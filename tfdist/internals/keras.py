@@ -57,6 +57,14 @@ _OF_WHOLE_BATCH = {
 }
 
 
+def with_attributes_of(tensor: Any, copy: Any) -> Any:
+    """Returns `copy` with what Keras notes on `tensor`: its mask, and the logits that a loss computes with."""
+    for name in ("_keras_mask", "_keras_logits"):
+        if hasattr(tensor, name):
+            setattr(copy, name, getattr(tensor, name))
+    return copy
+
+
 def is_of_keras(kind: Any) -> bool:
     """Whether Keras defines a class or a function."""
     return (getattr(kind, "__module__", None) or "").partition(".")[0] == "keras"

@@ -162,13 +162,14 @@ def applying_with(optimizer: Any, apply: Callable[..., None]) -> Iterator[None]:
         yield
 
 
-# `see(kind, source, value)` receives the values that a step computes; for gradients it returns those to apply.
+# `see(kind, source, value)` receives the values that a step computes, and returns those that it goes on with. What it
+# returns for an added loss is ignored.
 See = Callable[[str, Any, Any], Any]
 
 
 @contextlib.contextmanager
 def watching(model: Any, see: See) -> Iterator[None]:
-    """Within this context `see` receives the values that the steps of `model` compute.
+    """Within this context `see` receives the values that the steps of `model` compute, and may replace them.
 
     | kind | source | value |
     |---|---|---|
@@ -181,9 +182,7 @@ def watching(model: Any, see: See) -> Iterator[None]:
 
     def result_of(kind: str) -> Callable[..., Any]:
         def call(original: Callable[..., Any], source: Any, *args: Any, **named: Any) -> Any:
-            value = original(source, *args, **named)
-            see(kind, source, value)
-            return value
+            return see(kind, source, original(source, *args, **named))
 
         return call
 

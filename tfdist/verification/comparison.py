@@ -375,6 +375,7 @@ class Watch(contextlib.AbstractContextManager[Any]):
             self._record("batch", name, None, tensor)
 
     def _see(self, kind: str, of: Any, value: Any) -> Any:
+        """Records what a step computes; on one device, gradients may get noise."""
         if not self._sees or not self.is_in_step:
             return value
         if kind == "gradients":
@@ -386,6 +387,28 @@ class Watch(contextlib.AbstractContextManager[Any]):
         for tensor in tree.flatten(value):
             if isinstance(tensor, tf.Tensor) and tensor.dtype.is_floating:
                 self._record(kind, name, of, tensor)
+        return value if kind != "output" or self.noise is None else tree.map_structure(self._noisy_backward, value)
+
+    def _noisy_backward(self, output: Any) -> Any:
+        """Adds noise to the gradient of a layer's output, like rounding errors of its sum over the batch.
+
+        The sum of B examples is rounded to bits of its partial sums, which are up to B times an example, even if it is
+        itself close to 0. Random errors of sqrt(B) bits of each example add up to as much.
+        """
+        if not isinstance(output, tf.Tensor) or not output.dtype.is_floating or not output.shape.rank:
+            return output
+        noise, seed = tf.cast(self.noise, output.dtype), [1, len(self.seen)]
+
+        @tf.custom_gradient
+        def same(values: tf.Tensor) -> tuple[tf.Tensor, Callable[[tf.Tensor], tf.Tensor]]:
+            def backward(gradient: tf.Tensor) -> tf.Tensor:
+                bits = tf.sqrt(tf.cast(tf.shape(gradient)[0], gradient.dtype))
+                signs = tf.sign(tf.random.stateless_uniform(tf.shape(gradient), seed, -1.0, 1.0))
+                return gradient + noise * bits * gradient * tf.cast(signs, gradient.dtype)
+
+            return tf.identity(values), backward
+
+        return keras_internals.with_attributes_of(output, same(output))
 
     def _with_noise(self, gradient: Any) -> Any:
         """Adds noise of about one bit of the largest element to a gradient, like rounding errors of sums."""
