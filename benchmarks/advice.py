@@ -17,8 +17,6 @@ import dataclasses
 import math
 import os
 import statistics
-import subprocess
-import sys
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,8 +26,6 @@ import keras
 
 from tfdist.advisor import costs, measured
 from tfdist.advisor import rounds as round_of
-from tfdist.run.folder import load_record
-from tfdist.study.plan import as_options
 
 SETTINGS = ("compute", "communication")
 STRATEGIES = ("multiworker", "pipeline")
@@ -89,27 +85,20 @@ def compare(model: str, setting: str, strategies: list[str], rounds: int) -> Non
     options: dict[str, object] = {"model": model, "dataset": "synthetic"}
     options |= {"data_option": data, "model_option": case.options}
     size = getattr(case, setting)
+    # A pipeline divides a batch into micro-batches.
+    able = [name for name in strategies if name != "pipeline" or size >= costs.MICRO_BATCHES]
     with tempfile.TemporaryDirectory() as folder:
         work = measured.Work(options, size, EXAMPLES, tuple(sorted(os.sched_getaffinity(0))))
         work = work.with_steps_for(Path(folder), EPOCH_SECONDS)
         turns = []
         for number in range(rounds):
             here = Path(folder, str(number))
-            facts, _ = round_of.measure_once(work, [2], strategies, None, here)
-            facts = dataclasses.replace(facts, steps=min(work.steps, facts.steps))
-            turns.append((facts, {name: job(work, name, here / name) for name in strategies}))
+            facts, _ = round_of.measure_once(work, [2], able, None, here)
+            facts = dataclasses.replace(facts, steps=work.epoch_steps)
+            names = costs.modelled_step_seconds(facts, 2)
+            turns.append((facts, {name: measured.job(work, name, 2, here / name)[0] for name in names}))
     for name in strategies:
         print(f"{model}, {setting}, {name}, batch {size}: {line(turns, name, size)}", flush=True)
-
-
-def job(work: measured.Work, strategy: str, folder: Path) -> float:
-    """Measures the seconds per step of a job of two processes."""
-    limit = min(work.steps * work.batch_size, work.examples)
-    options = {"batch_size": work.batch_size, "limit": limit, "epochs": measured.EPOCHS, "run_dir": folder}
-    command = [sys.executable, "-m", "tfdist.train", "--strategy", strategy, "--workers", "2", "--quiet"]
-    subprocess.run([*command, *as_options({**work.options, **options})], check=True, stdout=subprocess.DEVNULL)
-    epochs = load_record(folder).epochs[1:]
-    return statistics.median(epoch.step_seconds for epoch in epochs if epoch.step_seconds)
 
 
 def line(turns: list[tuple[costs.Facts, dict[str, float]]], name: str, size: int) -> str:

@@ -209,8 +209,8 @@ def _comparison(work: measured.Work, facts: Sequence[costs.Facts], folder: Path)
     """Compares the predictions for two workers with runs that were not used for them."""
     terminal.say("Comparing with runs of two workers ...")
     # An averaging is predicted for the steps of an epoch of these runs.
-    steps = min(work.steps, facts[0].steps)
-    predictions = costs.combined([costs.predict(dataclasses.replace(one, steps=steps), [2]) for one in facts])
+    of_runs = [dataclasses.replace(one, steps=work.epoch_steps) for one in facts]
+    predictions = costs.combined([costs.predict(one, [2]) for one in of_runs])
     limit = min(work.examples, work.steps * work.batch_size)
     train = {name: value for name, value in work.options.items() if name not in ("model", "dataset")} | {"limit": limit}
     contestants = [

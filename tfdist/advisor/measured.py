@@ -55,6 +55,11 @@ class Work:
     cores: tuple[int, ...]
     steps: int = PROBE_STEPS
 
+    @property
+    def epoch_steps(self) -> int:
+        """Full steps of an epoch on the global batch: `steps`, or as many as there are examples for."""
+        return min(self.steps, max(1, self.examples // self.batch_size))
+
     def with_steps_for(self, folder: Path, epoch_seconds: float = EPOCH_SECONDS) -> Work:
         """Returns the same work with enough steps for an epoch of about `epoch_seconds`, judged by a short run."""
         (record,) = run_side_by_side(self, self.batch_size, 1, folder / "probe")

@@ -105,7 +105,7 @@ def _with_jobs(facts: Facts, work: measured.Work, counts: Sequence[int], names: 
         averaging_seconds = of_averaging or averaging_seconds
     jobs = None
     if step_seconds and not facts.machines:
-        jobs = Jobs(processes, min(work.steps, facts.steps), step_seconds)
+        jobs = Jobs(processes, work.epoch_steps, step_seconds)
     return dataclasses.replace(facts, jobs=jobs, copy_seconds=_copy_seconds(facts, averaging_seconds, processes))
 
 
