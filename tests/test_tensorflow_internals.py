@@ -387,3 +387,42 @@ def test_variables_with_copies_that_convert_to_numbers_are_in_all_else_those_of_
     assert float(variable + 1) == 5.0
     with pytest.raises(TypeError, match="only"), strategy.scope(), tensorflow_variables.converting_to_numbers():
         float(tf.Variable([1.0, 2.0]))
+
+
+def test_functions_have_traces_of_their_own_until_these_are_forgotten():
+    traced = []
+
+    @tf.function
+    def inner(x):
+        traced.append(x)
+        return x + 1
+
+    def in_a_graph():
+        return tf.function(lambda x: 2 * inner(x)).get_concrete_function(tf.TensorSpec(()))
+
+    in_a_graph()
+    with tensorflow_internals.OwnTraces() as own:
+        assert in_a_graph()(tf.constant(1.0)) == 4 and len(traced) == 2
+        in_a_graph()
+        assert len(traced) == 2
+        own.forget()
+        in_a_graph()
+        assert len(traced) == 3
+    in_a_graph()
+    assert len(traced) == 3
+
+
+def test_variables_that_a_function_makes_in_a_scratch_graph_are_known_by_the_handles_of_their_copies():
+    strategy = tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
+    made = []
+
+    @tf.function
+    def step(x):
+        if not made:
+            made.append(tf.Variable([1.0, 2.0], trainable=False))
+        return made[0] * x
+
+    with tensorflow_internals.scratch_graph(strategy.scope):
+        step(tf.compat.v1.placeholder(tf.float32, ()))
+    for part in tensorflow_variables.copies(made[0]):
+        assert tensorflow_variables.container(part.handle) is made[0]

@@ -393,6 +393,21 @@ def test_steps_that_are_equal_pass(step_name, contestant):
     assert verified_model(strategy, model).first is None
 
 
+@contestants.among({"custom": (2,), "mirrored": (2,)})
+def test_a_step_in_a_function_of_tensorflow_that_was_traced_before_is_verified_with_its_own_variables(contestant):
+    make, optimizer = test_steps.STEPS["steps in functions of TensorFlow"]
+    strategy = start(contestant)
+    with strategy.scope():
+        model = make()
+        model.build((None, 4))
+        model.compile(optimizer(), jit_compile=False)
+    strategy.fit(model, X, Y, batch_size=BATCH, verbose=0)
+    assert verified_model(strategy, model).first is None
+    before = model.get_weights()
+    strategy.fit(model, X, Y, batch_size=BATCH, verbose=0)
+    assert any((old != new).any() for old, new in zip(before, model.get_weights(), strict=True))
+
+
 def verified_model(strategy, model):
     return strategy.verify(model, X, Y, batch_size=BATCH, steps=2)
 

@@ -26,6 +26,7 @@ from tensorflow.compiler.xla.tsl.protobuf import coordination_config_pb2
 from tensorflow.python.data.ops import multi_device_iterator_ops
 from tensorflow.python.distribute import cross_device_ops, distribute_lib, one_device_strategy, sharded_variable, values
 from tensorflow.python.eager import context
+from tensorflow.python.eager.polymorphic_function import polymorphic_function
 from tensorflow.python.ops import collective_ops, resource_variable_ops
 from tensorflow.python.profiler import profiler_v2
 
@@ -37,6 +38,38 @@ SEEN_IN = "2.21.0"
 
 # The class of a variable whose parts lie on several parameter servers.
 ShardedVariable = sharded_variable.ShardedVariable
+
+
+class OwnTraces(contextlib.AbstractContextManager["OwnTraces"]):
+    """Within this context, each `tf.function` that is called in a graph is traced anew, in any thread.
+
+    TensorFlow finds an earlier trace of a function by its arguments, and a few facts of the graph that calls it. The
+    variables of a model are not among them, of which each device, or a run on one device, may have its own.
+    """
+
+    def __init__(self) -> None:
+        # With the original, whose `id` another function might have later.
+        self._copies: dict[int, tuple[Any, Any]] = {}
+        self._patch: contextlib.AbstractContextManager[None] = surrounded(
+            polymorphic_function.Function, "__call__", self._call
+        )
+
+    def __enter__(self) -> OwnTraces:
+        self._patch.__enter__()
+        return self
+
+    def __exit__(self, *raised: Any) -> None:
+        self._patch.__exit__(*raised)
+
+    def forget(self) -> None:
+        """Traces the functions anew at their next calls."""
+        self._copies = {}
+
+    def _call(self, original: Callable[..., Any], function: Any, *args: Any, **named: Any) -> Any:
+        if tf.executing_eagerly():
+            return original(function, *args, **named)
+        _, copy = self._copies.setdefault(id(function), (function, function._clone(None)))
+        return original(copy, *args, **named)
 
 
 def set_container(part: tf.Variable, variable: Any) -> None:
@@ -313,7 +346,9 @@ def variables_made_in(scope: Callable[[], Any]) -> Iterator[Callable[[], Any]]:
 
     def make(next_creator: Callable[..., Any], **options: Any) -> Any:
         if inside:
-            return next_creator(**options)
+            # In a trace of `tf.function` it would be made a variable that the function initializes, whose handle lacks
+            # the reference to the strategy's variable.
+            return next_creator(**options | {"experimental_enable_variable_lifting": False})
         with outside():
             return tf.Variable(**options)
 

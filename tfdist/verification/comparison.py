@@ -92,6 +92,7 @@ def verify(
             steps = Steps(model, "train", feed.batches, own_logs=own_logs, spec=feed.spec)
             reference, *nudged = _on_one_device(strategy, steps, batches, compared, changed, watch, epsilon)
         feed = in_one_call_from or feed
+        watch.functions.forget()
         program = strategy.program(Steps(model, "train", feed.batches, own_logs=own_logs, spec=feed.spec))
         metrics.reset(strategy, model)
         if in_one_call_from is None:
@@ -168,6 +169,7 @@ def _on_one_device(
     for number in range(1 + _NUDGES):
         # Operations of `tf.random` keep their state in the graph, so that each run needs a new graph.
         program = StepProgram(strategy.on_this_process(), steps)
+        watch.functions.forget()
         drawing = contextlib.nullcontext() if generator is None else keras_variables.drawing_from(generator)
         with _state_kept(changed), drawing:
             if number:
@@ -319,18 +321,21 @@ class Watch(contextlib.AbstractContextManager[Any]):
 
     Attributes:
         seen: the layer, loss or variable of each recorded value, by the value's kind and name; `None` for the input.
+        functions: the traces of the functions of TensorFlow that the step calls; each run needs its own.
         noise: the relative noise that steps on one device add to their gradients.
     """
 
     def __init__(self, model: Any, sees: bool = True):
         self.seen: dict[tuple[str, str], Any] = {}
         self.noise: tf.Variable | None = None
+        self.functions = tensorflow_internals.OwnTraces()
         self._model = model
         self._sees = sees
         self._traced_step = _TracedStep()
 
     def __enter__(self) -> Self:
         self._stack = contextlib.ExitStack()
+        self._stack.enter_context(self.functions)
         self._stack.enter_context(keras_patches.watching(self._model, self._see))
         step = functools.partial(self._train_step, self._model.train_step)
         if not self._sees:  # then the wrapper counts as Keras' own step, which is recognized by `__func__`
