@@ -18,7 +18,7 @@ from keras import layers, ops
 from tfdist.data.spec import DataSpec
 from tfdist.models import _fit, _generative
 from tfdist.models._training import Training
-from tfdist.options import Count, Factor
+from tfdist.options import Count, CountOrZero, Factor, checks_arguments
 
 TASKS = ("generation",)
 # Rate, batch and first momentum of the paper, section 4.
@@ -167,7 +167,8 @@ class DCGAN(keras.Model):
             metric.update_state(value, sample_weight=ops.shape(pictures)[0])
         return self.get_metrics_result()
 
-    def generate(self, count: int, seed: int) -> np.ndarray:
+    @checks_arguments
+    def generate(self, count: Count, seed: CountOrZero) -> np.ndarray:
         """Returns `count` pictures, float32 `[count, H, W, C]` in [0, 1]."""
         codes = np.random.default_rng(seed).normal(size=(count, *self.generator.input_shape[1:]))
         return ops.convert_to_numpy(self.generator(codes.astype(np.float32), training=False))

@@ -17,7 +17,7 @@ from keras import layers, ops
 from tfdist.data.spec import DataSpec
 from tfdist.models import _fit, _generative
 from tfdist.models._training import Training
-from tfdist.options import Count, CountOrZero, Factor, Fraction
+from tfdist.options import Count, CountOrZero, Factor, Fraction, checks_arguments
 
 TASKS = ("generation",)
 # Adam as in the paper, whose rate is 2e-4 for a batch of 128; the network is smaller here, and the run shorter.
@@ -210,7 +210,8 @@ def variances(steps: int) -> np.ndarray:
 class DDPM(keras.Model):
     """A model from pictures to estimates after noise, with a model "unet" that predicts the noise."""
 
-    def generate(self, count: int, seed: int) -> np.ndarray:
+    @checks_arguments
+    def generate(self, count: Count, seed: CountOrZero) -> np.ndarray:
         """Returns `count` pictures, float32 `[count, H, W, C]` in [0, 1]: algorithm 2 of the paper."""
         unet, steps = self.get_layer("unet"), self.get_layer("time").steps
         predict = tf.function(lambda image, time: unet([image, time], training=False))

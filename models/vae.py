@@ -15,7 +15,7 @@ from keras import layers, ops
 from tfdist.data.spec import DataSpec
 from tfdist.models import _fit, _generative
 from tfdist.models._training import Training
-from tfdist.options import Count, Factor
+from tfdist.options import Count, CountOrZero, Factor, checks_arguments
 
 TASKS = ("generation",)
 # Keras' usual rate of Adam, at tfdist's choice of batch; the paper has Adagrad and a batch of 100.
@@ -91,7 +91,8 @@ class VAE(keras.Model):
         self.divergence.update_state(self.get_layer("code").losses[0], sample_weight=ops.shape(x)[0])
         return ops.mean(per_picture) + sum(self.losses)
 
-    def generate(self, count: int, seed: int) -> np.ndarray:
+    @checks_arguments
+    def generate(self, count: Count, seed: CountOrZero) -> np.ndarray:
         """Returns `count` pictures, float32 `[count, H, W, C]` in [0, 1]."""
         decoder = self.get_layer("decoder")
         codes = np.random.default_rng(seed).normal(size=(count, *decoder.input_shape[1:]))

@@ -290,8 +290,14 @@ def test_a_text_that_is_too_short_or_no_text_is_refused(tmp_path):
     (tmp_path / "input.txt").write_bytes(b"short\nand br\xffken")
     with pytest.raises(DataError, match=r"Line 2 of `.*input.txt` is not `utf-8`: byte 0xff at 6"):
         load("characters", tmp_path)
-    with pytest.raises(DataError, match="has 16 characters, too few for one example of 64 steps"):
+    with pytest.raises(DataError, match="has 16 characters, too few for one example of 64 steps") as refused:
         load("characters", tmp_path, encoding="latin-1")
+    assert "steps=14" in refused.value.hint
+    assert load("characters", tmp_path, encoding="latin-1", steps=14).spec.examples["train"] == 1
+    (tmp_path / "input.txt").write_text("a")
+    with pytest.raises(DataError, match="has 1 characters, too few") as refused:
+        load("characters", tmp_path)
+    assert refused.value.hint == "use a longer text"
 
 
 # Made up

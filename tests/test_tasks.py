@@ -119,6 +119,8 @@ def test_a_model_writes_what_it_is_sure_of():
     model = keras.Model(tokens, sure)
     text = characters.generate(model, np.array([3, 4, 5], np.int32), 5, np.random.default_rng(0))
     assert text.tolist() == [6, 7, 8, 9, 10]
+    with pytest.raises(UsageError, match="`prompt` is empty"):
+        characters.generate(model, np.array([], np.int32), 5, np.random.default_rng(0))
 
 
 SHOWN = {

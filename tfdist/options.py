@@ -160,6 +160,10 @@ def _without_annotations(signature: inspect.Signature) -> inspect.Signature:
     return signature.replace(parameters=own, return_annotation=signature.empty)
 
 
+# What the validator says of other types of errors is in its own terms.
+_OWN_WORDS = {"sequence_str": "Input should be a sequence, such as a list, and is text"}
+
+
 def check_value(annotation: Any, value: Any, option: str, owner: str, hint: str = "correct it, or leave it out") -> Any:
     """Returns `value` converted to the type `annotation`; raises `UsageError` if the type does not allow it."""
     config = ConfigDict(arbitrary_types_allowed=True, coerce_numbers_to_str=True)  # a folder may have the name 2024
@@ -168,7 +172,8 @@ def check_value(annotation: Any, value: Any, option: str, owner: str, hint: str 
     except PydanticUserError:
         return value
     except ValidationError as error:
-        message = error.errors()[0]["msg"]
+        first = error.errors()[0]
+        message = _OWN_WORDS.get(first["type"], first["msg"])
         raise UsageError(
             f"{owner} cannot have `{value}` as `{option}`: {message[0].lower()}{message[1:]}", hint
         ) from None

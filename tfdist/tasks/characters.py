@@ -14,6 +14,7 @@ import numpy as np
 from tfdist import files, tasks
 from tfdist.data.formats import byte_pairs
 from tfdist.data.spec import DataSpec
+from tfdist.errors import UsageError
 from tfdist.tasks import _targets
 from tfdist.tasks._targets import loss
 
@@ -59,7 +60,12 @@ def generate(
 
     Returns:
         int32 `[count]`.
+
+    Raises:
+        UsageError: the prompt is empty.
     """
+    if not len(prompt):
+        raise UsageError("`prompt` is empty, and a model continues a text", "begin with one token or more")
     text, context = list(map(int, prompt)), context or len(prompt)
     for _ in range(count):
         logits = _logits(model, text[-context:])[0, -1].astype(np.float64)

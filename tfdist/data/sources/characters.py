@@ -63,9 +63,10 @@ def load(
     known = _vocabulary(content, train, unit, vocabulary_size, vocabulary)
     pieces, others = (_pieces(_tokens(part, known, unit), steps) for part in (train, rest))
     if not len(pieces[1]):
+        longest = len(_tokens(train, known, unit)) - 1
         raise DataError(
             f"`{path}` has {len(content)} characters, too few for one example of {steps} steps",
-            "use fewer steps with `--data-option steps=16`",
+            f"use a longer text, or `--data-option steps={longest}`" if longest > 0 else "use a longer text",
         )
     return Source.from_arrays(
         "characters",
