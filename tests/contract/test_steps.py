@@ -10,6 +10,7 @@ from keras import layers, ops
 import tfdist
 from tests.contract import contestants
 from tests.contract.comparison import start
+from tfdist.internals import tensorflow_variables
 
 # Halves with one copy of the variables, thirds with a copy each.
 REPLICAS = contestants.OF_THE_JOB | {"mirrored": (3,), "custom": (2,), "stock_mirrored": (2,)}
@@ -341,6 +342,20 @@ def trained(contestant, make, x=X, y=Y, optimizer=None, **fit):
 def test_a_step_of_the_users_own_does_what_it_does_on_one_device(name, same_as_stock):
     make, optimizer = STEPS[name]
     same_as_stock(lambda contestant: trained(contestant, make, optimizer=optimizer))
+
+
+@contestants.among({"mirrored": (2,)})
+@pytest.mark.parametrize("makes", ["weights", "slots"])
+def test_each_replica_updates_its_copy_of_variables_that_a_function_of_tensorflow_has_made(makes, contestant):
+    strategy = start(contestant)
+    with strategy.scope():
+        model = keras.Sequential([layers.Dense(3), layers.Dense(1)]) if makes == "weights" else InAFunction()
+        tf.function(lambda x: model(x))(X) if makes == "weights" else model.build((None, 4))
+        model.compile(keras.optimizers.Adam(0.1), "mse", jit_compile=False)
+    strategy.fit(model, X, Y, batch_size=BATCH, verbose=0)
+    for variable in [*model.trainable_variables, *model.optimizer.variables]:
+        first, second = (copy.numpy() for copy in tensorflow_variables.copies(variable))
+        np.testing.assert_array_equal(first, second)
 
 
 class TokensAndPositions(layers.Layer):

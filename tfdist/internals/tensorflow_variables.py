@@ -17,6 +17,7 @@ import contextlib
 import ctypes
 import functools
 import math
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -97,6 +98,15 @@ def container(handle: tf.Tensor) -> Any:
     """The variable of a `tf.distribute.Strategy` that has a copy with this handle; `None` if there is none."""
     reference = getattr(handle, "_distributed_container", None)
     return None if reference is None else reference()
+
+
+def set_container_of_copies(variable: Any) -> None:
+    """Makes `container` find `variable` by the handles of its copies, as it does unless a `tf.function` has made it."""
+    value = getattr(variable, "_value", variable)
+    if isinstance(value, values.DistributedVariable):
+        for copy in copies(value):
+            if container(copy.handle) is None:
+                copy.handle._distributed_container = weakref.ref(value)
 
 
 def is_sum_of_copies(variable: Any) -> bool:

@@ -48,6 +48,8 @@ def build(strategy: Strategy, model: Any, kind: str, spec: Any) -> Any:
         step is not traced.
     """
     logs = None if strategy.runs_eagerly(model) else _built(strategy, model, kind, spec)
+    for variable in [*_variables(model), *keras_internals.tensorflow_variables(model)]:
+        tensorflow_variables.set_container_of_copies(variable)
     if kind == "train":
         strategy.divide_optimizers(model)
     return logs
