@@ -350,7 +350,7 @@ def test_each_replica_updates_its_copy_of_variables_that_a_function_of_tensorflo
     strategy = start(contestant)
     with strategy.scope():
         model = keras.Sequential([layers.Dense(3), layers.Dense(1)]) if makes == "weights" else InAFunction()
-        tf.function(lambda x: model(x))(X) if makes == "weights" else model.build((None, 4))
+        tf.function(model)(X) if makes == "weights" else model.build((None, 4))
         model.compile(keras.optimizers.Adam(0.1), "mse", jit_compile=False)
     strategy.fit(model, X, Y, batch_size=BATCH, verbose=0)
     for variable in [*model.trainable_variables, *model.optimizer.variables]:
