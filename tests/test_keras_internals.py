@@ -122,16 +122,6 @@ def test_the_methods_of_a_model_lead_to_its_strategy_and_those_of_others_stay():
     assert keras.models.clone_model(routed).predict(np.ones((3, 2)), verbose=0).shape == (3, 1)
 
 
-def test_nothing_is_assigned_where_nothing_is_to_be_assigned():
-    variable = keras.Variable([1.0])
-    with keras_variables.assigning_nothing():
-        variable.assign([2.0])
-        made = keras.Variable([3.0])
-    assert float(variable[0]) == 1.0
-    variable.assign_add(made)
-    assert float(variable[0]) == 4.0
-
-
 def test_functions_that_draw_take_a_shape_first():
     for name in ("normal", "uniform", "truncated_normal", "randint", "gamma", "beta", "binomial"):
         assert parameters(getattr(random, name))[0] == "shape"

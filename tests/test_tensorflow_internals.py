@@ -389,7 +389,7 @@ def test_variables_with_copies_that_convert_to_numbers_are_in_all_else_those_of_
         float(tf.Variable([1.0, 2.0]))
 
 
-def test_functions_have_traces_of_their_own_until_these_are_forgotten():
+def test_functions_that_graphs_call_have_traces_of_their_own_in_a_context():
     traced = []
 
     @tf.function
@@ -401,14 +401,15 @@ def test_functions_have_traces_of_their_own_until_these_are_forgotten():
         return tf.function(lambda x: 2 * inner(x)).get_concrete_function(tf.TensorSpec(()))
 
     in_a_graph()
-    with tensorflow_internals.OwnTraces() as own:
+    with tensorflow_internals.own_traces():
         assert in_a_graph()(tf.constant(1.0)) == 4 and len(traced) == 2
         in_a_graph()
         assert len(traced) == 2
-        own.forget()
-        in_a_graph()
+        with tensorflow_internals.own_traces():
+            in_a_graph()
         assert len(traced) == 3
     in_a_graph()
+    inner(tf.constant(1.0))
     assert len(traced) == 3
 
 

@@ -394,18 +394,27 @@ def test_steps_that_are_equal_pass(step_name, contestant):
 
 
 @contestants.among({"custom": (2,), "mirrored": (2,)})
-def test_a_step_in_a_function_of_tensorflow_that_was_traced_before_is_verified_with_its_own_variables(contestant):
-    make, optimizer = test_steps.STEPS["steps in functions of TensorFlow"]
-    strategy = start(contestant)
-    with strategy.scope():
-        model = make()
-        model.build((None, 4))
-        model.compile(optimizer(), jit_compile=False)
-    strategy.fit(model, X, Y, batch_size=BATCH, verbose=0)
-    assert verified_model(strategy, model).first is None
-    before = model.get_weights()
-    strategy.fit(model, X, Y, batch_size=BATCH, verbose=0)
-    assert any((old != new).any() for old, new in zip(before, model.get_weights(), strict=True))
+@pytest.mark.parametrize(
+    ("make", "run_eagerly"),
+    [(test_steps.Regression, True), (test_steps.InAFunction, False), (test_steps.InAFunction, True)],
+)
+def test_a_training_after_a_verification_equals_one_without_it(make, run_eagerly, contestant):
+    weights = []
+    for verifies in (False, True):
+        strategy = start(contestant)
+        with strategy.scope():
+            model = make()
+            model.build((None, 4))
+            # The first step makes the slots.
+            model.compile(keras.optimizers.Adam(0.05), jit_compile=False, run_eagerly=run_eagerly)
+        if verifies:
+            assert verified_model(strategy, model).first is None
+        strategy.fit(model, X, Y, batch_size=BATCH, shuffle=False, verbose=0)
+        if verifies:
+            assert verified_model(strategy, model).first is None
+        weights.append(model.get_weights())
+    for without, after in zip(*weights, strict=True):
+        np.testing.assert_array_equal(without, after)
 
 
 def verified_model(strategy, model):

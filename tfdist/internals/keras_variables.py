@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -179,33 +178,6 @@ def on_plain_variables(model: Any, variables: Sequence[Any]) -> Iterator[None]:
 def _put(container: Any, key: Any, value: Any) -> None:
     """Sets an item without the tracking of Keras' containers."""
     (dict if isinstance(container, dict) else list).__setitem__(container, key, value)
-
-
-class _Thread(threading.local):
-    assigns = True
-
-
-_thread = _Thread()
-
-
-@functools.cache
-def _patch_assign() -> None:
-    def assign_if_enabled(original: Callable[..., None], variable: Any, value: Any) -> None:
-        if _thread.assigns:
-            original(variable, value)
-
-    surround(backend.Variable, "_direct_assign", assign_if_enabled)
-
-
-@contextlib.contextmanager
-def assigning_nothing() -> Iterator[None]:
-    """Within this context assignments to Keras variables have no effect."""
-    _patch_assign()
-    _thread.assigns = False
-    try:
-        yield
-    finally:
-        _thread.assigns = True
 
 
 def generator_of_unseeded() -> Any:

@@ -19,7 +19,7 @@ import weakref
 import zipfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import tensorflow as tf
 from tensorflow.compiler.xla.tsl.protobuf import coordination_config_pb2
@@ -31,7 +31,7 @@ from tensorflow.python.ops import collective_ops, resource_variable_ops
 from tensorflow.python.profiler import profiler_v2
 
 from tfdist.internals import tensorflow_graphs
-from tfdist.internals.patching import surround, surrounded
+from tfdist.internals.patching import SharedPatch, surround, surrounded
 from tfdist.jobs.world import World
 
 SEEN_IN = "2.21.0"
@@ -40,36 +40,45 @@ SEEN_IN = "2.21.0"
 ShardedVariable = sharded_variable.ShardedVariable
 
 
-class OwnTraces(contextlib.AbstractContextManager["OwnTraces"]):
+@contextlib.contextmanager
+def own_traces(eagerly: bool = False) -> Iterator[None]:
     """Within this context, each `tf.function` that is called in a graph is traced anew, in any thread.
 
-    TensorFlow finds an earlier trace of a function by its arguments, and a few facts of the graph that calls it. The
-    variables of a model are not among them, of which each device, or a run on one device, may have its own.
+    TensorFlow finds an earlier trace of a function by its arguments, and not by the variables that it reads. A strategy
+    may have replaced these since, by copies on other devices, or by shards.
+
+    Args:
+        eagerly: whether functions that are called outside of graphs are traced anew too.
     """
+    copies: _Copies = {}
+    lists = [_in_graphs, _eager] if eagerly else [_in_graphs]
+    for contexts in lists:
+        contexts.append(copies)
+    try:
+        with _own_traces:
+            yield
+    finally:
+        for contexts in lists:
+            contexts[:] = [others for others in contexts if others is not copies]
 
-    def __init__(self) -> None:
-        # With the original, whose `id` another function might have later.
-        self._copies: dict[int, tuple[Any, Any]] = {}
-        self._patch: contextlib.AbstractContextManager[None] = surrounded(
-            polymorphic_function.Function, "__call__", self._call
-        )
 
-    def __enter__(self) -> OwnTraces:
-        self._patch.__enter__()
-        return self
+def _call_with_own_trace(original: Callable[..., Any], function: Any, *args: Any, **named: Any) -> Any:
+    contexts = _eager if tf.executing_eagerly() else _in_graphs
+    # A function of a saved model has no Python code to trace.
+    if not contexts or type(function) is not polymorphic_function.Function:
+        return original(function, *args, **named)
+    copies, key = contexts[-1], (threading.get_ident(), id(function))
+    if key not in copies:
+        copies[key] = function, function._clone(None)
+    return original(copies[key][1], *args, **named)
 
-    def __exit__(self, *raised: Any) -> None:
-        self._patch.__exit__(*raised)
 
-    def forget(self) -> None:
-        """Traces the functions anew at their next calls."""
-        self._copies = {}
-
-    def _call(self, original: Callable[..., Any], function: Any, *args: Any, **named: Any) -> Any:
-        if tf.executing_eagerly():
-            return original(function, *args, **named)
-        _, copy = self._copies.setdefault(id(function), (function, function._clone(None)))
-        return original(copy, *args, **named)
+# Functions, which must live as long as their `id` is used, and their copies, by thread and the function's `id`.
+_Copies: TypeAlias = dict[tuple[int, int], tuple[Any, Any]]
+# Those of each context, the innermost last, for calls in graphs and outside of them.
+_in_graphs: list[_Copies] = []
+_eager: list[_Copies] = []
+_own_traces = SharedPatch(lambda: surround(polymorphic_function.Function, "__call__", _call_with_own_trace))
 
 
 def set_container(part: tf.Variable, variable: Any) -> None:

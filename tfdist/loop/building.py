@@ -96,7 +96,7 @@ def traced(strategy: Strategy, model: Any) -> Iterator[None]:
     with tf.init_scope():  # the step may be traced in a scratch graph
         strategy.broadcast_variables(_state_of_unseeded(strategy))
     generator_before = keras_variables.generator_of_unseeded()
-    with keras_variables.drawing_in_graphs(), strategy.tracing(model):
+    with keras_variables.drawing_in_graphs(), strategy.tracing(model), tensorflow_internals.own_traces():
         yield
     generator = keras_variables.generator_of_unseeded()
     if generator is not generator_before:

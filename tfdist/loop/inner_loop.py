@@ -220,7 +220,7 @@ class StepProgram(Program):
 
         def computed() -> Logs:
             data, share = self._batches.part(state, batch, 0, WHOLE)
-            with _scaled_by(share), keras_variables.drawing_in_graphs():
+            with _scaled_by(share), keras_variables.drawing_in_graphs(), tensorflow_internals.own_traces():
                 logs = self._step_function()(data)
             returns_own_logs = self._own_logs is not None or set(logs) != metrics.names(self._model)
             return _weighted_by(share, logs) if returns_own_logs else {}
@@ -300,7 +300,7 @@ class PredictProgram(Program):
     def _predict(self, state: Any, batch: Any) -> Any:
         def computed() -> Any:
             data, _ = self._batches.part(state, batch, 0, WHOLE)
-            with keras_variables.drawing_in_graphs():
+            with keras_variables.drawing_in_graphs(), tensorflow_internals.own_traces():
                 return self._model.predict_step(data)
 
         return self._strategy.run(computed)

@@ -45,6 +45,7 @@ from tfdist.errors import DifferenceWarning, UsageError
 from tfdist.interface.program import AtNan, Logs, Outcome, Program, Steps
 from tfdist.internals import keras as keras_internals
 from tfdist.internals import keras_data, keras_patches, keras_variables, tensorflow_coordinator
+from tfdist.internals import tensorflow as tensorflow_internals
 from tfdist.internals.keras import tf_variable
 from tfdist.loop import metrics
 from tfdist.loop.inner_loop import StepProgram, joined
@@ -211,6 +212,7 @@ class ClosureProgram(StepProgram):
             data, _ = self._batches.part(state, batch, 0, WHOLE)
             with (
                 keras_variables.drawing_from(self._strategy.unseeded()),
+                tensorflow_internals.own_traces(),
                 replica.updating(self._model),
                 replica.measuring_staleness(self._model.optimizer if self._trains else None) as staleness,
             ):
@@ -278,7 +280,8 @@ class ClosurePredictProgram(Program):
 
         def compute() -> Any:
             data, _ = self._batches.part(state, self._batches.fetch(state, tf.constant(0)), 0, WHOLE)
-            return self._model.predict_step(data)
+            with tensorflow_internals.own_traces():
+                return self._model.predict_step(data)
 
         return self._strategy.run(compute)
 

@@ -26,6 +26,7 @@ from tfdist.data.input.array_feed import ArrayFeed
 from tfdist.data.input.division import Division
 from tfdist.errors import UsageError
 from tfdist.internals import keras as keras_internals
+from tfdist.internals import tensorflow as tensorflow_internals
 from tfdist.optimizers import fused
 from tfdist.relaxed.compression import packed
 from tfdist.simulator.state import Packing, State, Values
@@ -205,7 +206,8 @@ class Replicas:
             specs = tf.nest.map_structure(lambda array: tf.TensorSpec([None, *array.shape[1:]], array.dtype), stacked)
             graph = tf.function(function, autograph=False)
             # A concrete function, since `tf.function` would examine the types of all tensors in each call.
-            self._graphs[name] = graph.get_concrete_function(specs, *others)
+            with tensorflow_internals.own_traces():
+                self._graphs[name] = graph.get_concrete_function(specs, *others)
         return self._graphs[name](stacked, *others)
 
     def _train_graph(self, stacked: Any, epoch: Any) -> Any:

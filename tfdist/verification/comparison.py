@@ -71,6 +71,8 @@ def verify(
     Raises:
         VerificationError: the steps differ, in any of the processes.
     """
+    if strategy.runs_eagerly(model):
+        _create_variables(strategy, model, BatchFeed(batches[0]))
     groups = training_state.variables(model)
     variables = [variable for members in groups.values() for variable in members]
     compared = [v for group in ("model", "optimizer") for v in groups[group]]
@@ -78,21 +80,15 @@ def verify(
     epsilon = partitioned_program.coarsest(strategy, model)
     watch = Watch(model, sees=inside)
     with _state_kept(changed), watch:
-        # If there is no generator for unseeded draws, all processes create it from this seed.
-        random.seed(consensus.broadcast_from_chief(strategy, seed_of_random()))
+        _seed_generator_of_unseeded(strategy)
         feed: Feed = BatchFeed(batches[0])
         own_logs = building.build(strategy, model, "train", feed.spec)
-        if strategy.runs_eagerly(model):
-            # Creates the variables of an eager step in the strategy's scope, without taking a step.
-            program = strategy.program(Steps(model, "train", feed.batches, own_logs=own_logs, spec=feed.spec))
-            with keras_variables.assigning_nothing():
-                program.run(feed.start(0, 0), 0, 1)
         plain = list({id(v): v for v in [*variables, *_generator_state(strategy)]}.values())
-        with tensorflow_internals.without_strategy(), keras_variables.on_plain_variables(model, plain):
+        plain_variables, own_traces = keras_variables.on_plain_variables(model, plain), _own_traces(strategy, model)
+        with tensorflow_internals.without_strategy(), plain_variables, own_traces:
             steps = Steps(model, "train", feed.batches, own_logs=own_logs, spec=feed.spec)
             reference, *nudged = _on_one_device(strategy, steps, batches, compared, changed, watch, epsilon)
         feed = in_one_call_from or feed
-        watch.functions.forget()
         program = strategy.program(Steps(model, "train", feed.batches, own_logs=own_logs, spec=feed.spec))
         metrics.reset(strategy, model)
         if in_one_call_from is None:
@@ -109,6 +105,35 @@ def verify(
     report = Comparison(model, of, groups, sizes, watch.seen, epsilon).report(reference, nudged, actual)
     _raise_if_different(strategy, model, report)
     return report
+
+
+def _create_variables(strategy: Strategy, model: Any, feed: Feed) -> None:
+    """Creates the variables of an eager step in the strategy's scope, with their initial values, by taking a step."""
+    created = []
+
+    def record(next_creator: Callable[..., Any], **options: Any) -> Any:
+        variable = next_creator(**options)
+        created.append((variable, variable.numpy()))
+        return variable
+
+    with _state_kept(_changed_variables(strategy, model, feed.spec)):
+        _seed_generator_of_unseeded(strategy)
+        own_logs = building.build(strategy, model, "train", feed.spec)
+        program = strategy.program(Steps(model, "train", feed.batches, own_logs=own_logs, spec=feed.spec))
+        with tf.variable_creator_scope(record), _own_traces(strategy, model):
+            program.run(feed.start(0, 0), 0, 1)
+    for variable, value in created:
+        variable.assign(value)
+
+
+def _seed_generator_of_unseeded(strategy: Strategy) -> None:
+    """If there is no generator for unseeded draws, lets all processes create it from the same seed."""
+    random.seed(consensus.broadcast_from_chief(strategy, seed_of_random()))
+
+
+def _own_traces(strategy: Strategy, model: Any) -> contextlib.AbstractContextManager[None]:
+    """The context of steps whose variables and assignments must not remain in traces of the user's functions."""
+    return tensorflow_internals.own_traces(eagerly=strategy.runs_eagerly(model))
 
 
 def steps_with_an_update(model: Any, steps: int) -> int:
@@ -169,7 +194,6 @@ def _on_one_device(
     for number in range(1 + _NUDGES):
         # Operations of `tf.random` keep their state in the graph, so that each run needs a new graph.
         program = StepProgram(strategy.on_this_process(), steps)
-        watch.functions.forget()
         drawing = contextlib.nullcontext() if generator is None else keras_variables.drawing_from(generator)
         with _state_kept(changed), drawing:
             if number:
@@ -321,21 +345,18 @@ class Watch(contextlib.AbstractContextManager[Any]):
 
     Attributes:
         seen: the layer, loss or variable of each recorded value, by the value's kind and name; `None` for the input.
-        functions: the traces of the functions of TensorFlow that the step calls; each run needs its own.
         noise: the relative noise that steps on one device add to their gradients.
     """
 
     def __init__(self, model: Any, sees: bool = True):
         self.seen: dict[tuple[str, str], Any] = {}
         self.noise: tf.Variable | None = None
-        self.functions = tensorflow_internals.OwnTraces()
         self._model = model
         self._sees = sees
         self._traced_step = _TracedStep()
 
     def __enter__(self) -> Self:
         self._stack = contextlib.ExitStack()
-        self._stack.enter_context(self.functions)
         self._stack.enter_context(keras_patches.watching(self._model, self._see))
         step = functools.partial(self._train_step, self._model.train_step)
         if not self._sees:  # then the wrapper counts as Keras' own step, which is recognized by `__func__`
