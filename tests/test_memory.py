@@ -147,6 +147,13 @@ def test_the_total_is_the_sum_of_the_rows(measured_base):
     assert "Measuring" not in result.output
 
 
+def test_a_process_with_all_replicas_has_the_tensors_of_each(measured_base):
+    of_one = memory.Estimate(*range(1, 10))
+    assert of_one.of_process("multiworker", 2) == of_one
+    assert of_one.of_process("mirrored", 2) == memory.Estimate(1, 4, 3, 8, 10, 12, 14, 16, 9)
+    assert of_one.of_process("custom", 2) == memory.Estimate(1, 4, 3, 4, 10, 6, 14, 16, 9)
+
+
 @pytest.mark.slow
 @pytest.mark.thorough
 def test_the_estimate_is_within_15_percent_of_a_process_and_the_framework_is_measured_once(monkeypatch):
@@ -174,7 +181,12 @@ def test_a_training_that_fails_is_one_sentence_with_a_hint():
     [
         ("--strategy pipeline", "The memory of `pipeline` cannot be estimated", "--balance memory"),
         ("--strategy mirorred", "Unknown strategy `mirorred`", "mirrored"),
-        ("--replicas 64", "`--batch-size` is 32, and `--replicas` is 64", "at most one replica per example"),
+        (
+            "--strategy custom --replicas 64",
+            "`--batch-size` is 32, and `--replicas` is 64",
+            "at most one replica per example",
+        ),
+        ("--replicas 2", "`--replicas` is 2, and `single` has one", "--strategy NAME"),
         ("--recompute middle", "middle", "dense"),
     ],
 )

@@ -119,8 +119,14 @@ def test_a_model_writes_what_it_is_sure_of():
     model = keras.Model(tokens, sure)
     text = characters.generate(model, np.array([3, 4, 5], np.int32), 5, np.random.default_rng(0))
     assert text.tolist() == [6, 7, 8, 9, 10]
-    with pytest.raises(UsageError, match="`prompt` is empty"):
-        characters.generate(model, np.array([], np.int32), 5, np.random.default_rng(0))
+    for prompt in ([], "abc", [[3, 4]], [3, spec.classes], [-1], [0.5]):
+        with pytest.raises(UsageError, match="`prompt` has the shape"):
+            characters.generate(model, prompt, 5, np.random.default_rng(0))
+    for wrong in ({"count": -1}, {"generator": 0}, {"context": 0}):
+        with pytest.raises(UsageError, match=f"`generate` cannot have `.*` as `{next(iter(wrong))}`"):
+            characters.generate(
+                **{"model": model, "prompt": [3], "count": 5, "generator": np.random.default_rng()} | wrong
+            )
 
 
 SHOWN = {

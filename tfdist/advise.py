@@ -95,7 +95,7 @@ _workers = terminal.options_of("Workers")
 _output = terminal.options_of("Output")
 
 
-@click.command("advise", cls=terminal.Command)
+@click.command("advise", cls=terminal.EstimateCommand)
 @for_model.options
 @_workers("--batch-size", type=click.IntRange(min=2), default=32, show_default=True, help="size of a global batch")
 @_workers("--workers", default="2", show_default=True, metavar="N|N..M", help="numbers of workers")

@@ -6,7 +6,6 @@ import dataclasses
 import functools
 import json
 import math
-import os
 import sys
 import tempfile
 from dataclasses import dataclass
@@ -24,6 +23,11 @@ if TYPE_CHECKING:
 
 # Strategies with a complete copy of the model per device.
 WHOLE_COPIES = ("single", "mirrored", "custom", "multiworker", "horovod", "mpi_split")
+# The rows that count once per replica if all replicas are in one process. Those of `custom` share the variables.
+_OF_EACH_REPLICA = {
+    "mirrored": ("graph", "weights", "gradients", "slots", "activations", "allocator"),
+    "custom": ("graph", "gradients", "activations", "allocator"),
+}
 
 _MOST_BYTES = 10_000_000  # of a record
 # A file in memory, Python's `io.BytesIO`, grows by an eighth more than what is written (`Modules/_io/bytesio.c`).
@@ -32,7 +36,7 @@ _GROWTH = 9 / 8
 _training = terminal.options_of("Training")
 
 
-@click.command(cls=terminal.Command)
+@click.command(cls=terminal.EstimateCommand)
 @for_model.options
 @_training("--batch-size", type=click.IntRange(min=1), default=32, show_default=True, help="size of a global batch")
 @_training("--strategy", default="single", show_default=True, metavar="NAME", help=", ".join(WHOLE_COPIES))
@@ -42,33 +46,37 @@ _training = terminal.options_of("Training")
 def command(
     strategy: str, replicas: int, data_option: tuple[str, ...], model_option: tuple[str, ...], **options: Any
 ) -> None:
-    """Estimate the memory of a process that trains one replica on CPUs. The model is not trained."""
+    """Estimate the memory of a process that trains on CPUs. The model is not trained."""
     registry.require_known(strategy, "strategy", strategies.names())
     if strategy not in WHOLE_COPIES:
         raise UsageError(
             f"The memory of `{strategy}` cannot be estimated: its devices do not have one copy of the model each",
             "use `tfdist pipeline --balance memory` for stages, or `--strategy single` for the model on one device",
         )
+    if strategy == "single" and replicas > 1:
+        raise UsageError(
+            f"`--replicas` is {replicas}, and `single` has one",
+            "add `--strategy NAME`, such as `custom` or `multiworker`",
+        )
     if options["batch_size"] < replicas:
         raise UsageError(
             f"`--batch-size` is {options['batch_size']}, and `--replicas` is {replicas}",
             "use at most one replica per example",
         )
-    show(
-        estimate(
-            options.pop("model"),
-            options.pop("dataset"),
-            -(-options.pop("batch_size") // replicas),
-            data_options=registry.parse_options(data_option, "--data-option"),
-            model_options=registry.parse_options(model_option, "--model-option"),
-            **options,
-        )
+    of_one = estimate(
+        options.pop("model"),
+        options.pop("dataset"),
+        -(-options.pop("batch_size") // replicas),
+        data_options=registry.parse_options(data_option, "--data-option"),
+        model_options=registry.parse_options(model_option, "--model-option"),
+        **options,
     )
+    show(of_one.of_process(strategy, replicas))
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """The estimated peak memory of a process that trains one replica with `tfdist train`, in bytes.
+    """The estimated peak memory of a process that trains with `tfdist train`, in bytes.
 
     Attributes:
         framework: Python, TensorFlow and tfdist themselves, measured.
@@ -91,6 +99,11 @@ class Estimate:
     @property
     def total(self) -> int:
         return sum(dataclasses.astuple(self))
+
+    def of_process(self, strategy: str, replicas: int) -> Estimate:
+        """The estimate for a process with one of N replicas, or with all of them, from that with a single replica."""
+        rows = _OF_EACH_REPLICA.get(strategy, ())
+        return dataclasses.replace(self, **{name: replicas * getattr(self, name) for name in rows})
 
 
 def estimate(model: str, dataset: str, batch_size: int, **options: Any) -> Estimate:
@@ -223,5 +236,4 @@ def show(estimate: Estimate) -> None:
 
 
 if __name__ == "__main__":
-    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
     command(prog_name="python -m tfdist.memory")

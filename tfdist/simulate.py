@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -36,7 +35,7 @@ _workers = terminal.options_of("Simulated workers")
 _output = terminal.options_of("Output")
 
 
-@click.command("simulate", cls=terminal.Command)
+@click.command("simulate", cls=terminal.EstimateCommand)
 @for_model.options
 @_algorithm("--algorithm", required=True, metavar="NAME", help=", ".join(ALGORITHMS))
 @_workers("--workers", type=click.IntRange(min=1), default=4, show_default=True, help="number of workers")
@@ -149,10 +148,11 @@ def _speeds(text: str | None, workers: int) -> tuple[float, ...]:
         speeds = [float(speed) for speed in text.split(",")] if text is not None else [1.0]
     except ValueError:
         speeds = []
-    if not speeds or not all(0 < speed < float("inf") for speed in speeds) or len(speeds) > workers:
+    if not speeds or not all(0 < speed < float("inf") for speed in speeds):
+        raise UsageError(f"`--speeds` is `{text}`", "use numbers above 0, separated by commas, such as `1,0.5`")
+    if len(speeds) > workers:
         raise UsageError(
-            f"`--speeds` is `{text}`, and there are {workers} workers",
-            "use numbers above 0, at most one per worker; they are repeated in turn",
+            f"`--speeds` has {len(speeds)} speeds, and there are {workers} workers", "use at most one per worker"
         )
     if len(speeds) == 1 < workers and text is not None:
         several = ",".join([text, *["1"] * (min(workers, 4) - 1)])
@@ -165,5 +165,4 @@ def _speeds(text: str | None, workers: int) -> tuple[float, ...]:
 
 
 if __name__ == "__main__":
-    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
     command(prog_name="python -m tfdist.simulate")

@@ -72,6 +72,26 @@ def logged_to(log: Path | None) -> Iterator[TextIO]:
         os.close(file)
 
 
+@contextlib.contextmanager
+def without_native_messages() -> Iterator[None]:
+    """Drops what C++ code writes to file descriptor 2, such as TensorFlow's messages at its start."""
+    _open_standard_streams()
+    sys.stderr.flush()
+    shown, stderr = os.fdopen(os.dup(STDERR), "w", buffering=1), sys.stderr
+    with open(os.devnull, "w") as nowhere:
+        os.dup2(nowhere.fileno(), STDERR)
+    if stderr is _terminal[0]:  # and not a program's own stream
+        sys.stderr = shown
+    _terminal.append(shown)
+    try:
+        yield
+    finally:
+        _terminal.remove(shown)
+        sys.stderr = stderr
+        os.dup2(shown.fileno(), STDERR)
+        shown.close()
+
+
 def _show_warning(show: Callable[..., None], message: Any, category: type[Warning], *where: Any) -> None:
     """Shows the user a warning of a class that tfdist defines, and passes other warnings to `show`."""
     if issubclass(category, DifferenceWarning | CostWarning | CheckpointWarning | JobWarning):
@@ -291,6 +311,14 @@ class Command(_InSentences):
         for heading, records in groups.items():
             with formatter.section(heading):
                 formatter.write_dl(records, col_max=38)
+
+
+class EstimateCommand(Command):
+    """A command without a log, which shows none of the messages of TensorFlow's C++ code."""
+
+    def invoke(self, ctx: click.Context) -> None:
+        with without_native_messages():
+            super().invoke(ctx)
 
 
 def _show_help(ctx: click.Context, option: click.Parameter, wanted: bool) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -28,7 +27,7 @@ _pipeline = terminal.options_of("Pipeline")
 _output = terminal.options_of("Measurement and picture")
 
 
-@click.command(cls=terminal.Command)
+@click.command(cls=terminal.EstimateCommand)
 @_data("--dataset", required=True, metavar="NAME", help=", ".join(data.names()) + ", or your own module:function")
 @_pipeline("--batch-size", type=click.IntRange(min=1), default=32, show_default=True, help="examples per batch")
 @_data("--data-dir", type=click.Path(path_type=Path), metavar="FOLDER", help="folder of the dataset's files")
@@ -191,5 +190,4 @@ def _characters(spec: DataSpec, tokens: np.ndarray) -> str:
 
 
 if __name__ == "__main__":
-    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
     command(prog_name="python -m tfdist.data")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Any, get_args
 
@@ -14,7 +13,7 @@ from tfdist.data.tools import for_model
 _stages = terminal.options_of("Stages")
 
 
-@click.command(cls=terminal.Command)
+@click.command(cls=terminal.EstimateCommand)
 @for_model.options
 @_stages("--devices", type=click.IntRange(min=1), default=2, show_default=True, help="number of stages")
 @_stages("--micro-batches", type=click.IntRange(min=1), default=4, show_default=True, help="parts of a batch")
@@ -69,5 +68,4 @@ def show(
 
 
 if __name__ == "__main__":
-    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
     command(prog_name="python -m tfdist.pipeline_parallel")

@@ -61,7 +61,9 @@ def loading(model: keras.Model, path: Path) -> str:
         *([f"custom_objects={{{custom_objects}}}"] if custom_objects else []),
         *([] if loadable else ["compile=False"]),
     ]
-    return "; ".join([*(f"import {module}" for module in modules), f"keras.saving.load_model({', '.join(arguments)})"])
+    return "; ".join(
+        [*(f"import {module}" for module in ["keras", *modules]), f"keras.saving.load_model({', '.join(arguments)})"]
+    )
 
 
 def _inputs(model: keras.Model, spec: DataSpec) -> str:

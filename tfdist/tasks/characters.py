@@ -15,6 +15,7 @@ from tfdist import files, tasks
 from tfdist.data.formats import byte_pairs
 from tfdist.data.spec import DataSpec
 from tfdist.errors import UsageError
+from tfdist.options import Count, CountOrZero, checks_arguments
 from tfdist.tasks import _targets
 from tfdist.tasks._targets import loss
 
@@ -46,14 +47,19 @@ def show(run: tasks.Run) -> None:
     files.write_text(run.file("sample", "sample.txt"), text)
 
 
+@checks_arguments
 def generate(
-    model: keras.Model, prompt: np.ndarray, count: int, generator: np.random.Generator, context: int | None = None
+    model: keras.Model,
+    prompt: Any,
+    count: CountOrZero,
+    generator: np.random.Generator,
+    context: Count | None = None,
 ) -> np.ndarray:
     """Samples `count` tokens after `prompt`.
 
     Args:
         model: a model from tokens to logits; a stateful model is used at position 0 of a stream.
-        prompt: int32 `[steps]`.
+        prompt: int `[steps]`, tokens from 0 to the number of logits less 1.
         count: the number of tokens to generate.
         generator: the random generator.
         context: the number of tokens that a prediction depends on; by default the length of the prompt.
@@ -62,10 +68,16 @@ def generate(
         int32 `[count]`.
 
     Raises:
-        UsageError: the prompt is empty.
+        UsageError: the prompt is empty or has no tokens of the model, or another argument has an impossible value.
     """
-    if not len(prompt):
-        raise UsageError("`prompt` is empty, and a model continues a text", "begin with one token or more")
+    prompt, tokens = np.asarray(prompt), model.output.shape[-1]
+    is_text = prompt.ndim == 1 and prompt.size and prompt.dtype.kind in "iu"
+    if not is_text or not 0 <= prompt.min() <= prompt.max() < tokens:
+        raise UsageError(
+            f"`prompt` has the shape `{prompt.shape}` and the dtype `{prompt.dtype}`, and should be a list of "
+            f"one or more tokens from 0 to {tokens - 1}",
+            "turn a text into tokens with the vocabulary in the run's folder",
+        )
     text, context = list(map(int, prompt)), context or len(prompt)
     for _ in range(count):
         logits = _logits(model, text[-context:])[0, -1].astype(np.float64)

@@ -150,12 +150,20 @@ def _check_shape(spec: DataSpec, split: str, name: str, array: Any, expected: tu
         raise DataError(
             f"Dataset `{spec.name}` promises {name} of shape `{expected}` in its split `{split}`, "
             f"found `{np.shape(array)}`",
-            "make the source's spec and what it reads agree",
+            "give the number of values of each category as `category_sizes`"
+            if name == "categories"
+            else "make the source's spec and what it reads agree",
         )
 
 
 def _check_categories(spec: DataSpec, split: str, categories: Any) -> None:
     """Checks that each of the categories `[N, C]` is a row of its table: outside, a CPU fails and a GPU reads zeros."""
+    if np.asarray(categories).dtype.kind not in "iu":
+        raise DataError(
+            f"The categories in the split `{split}` of dataset `{spec.name}` have the dtype "
+            f"`{np.asarray(categories).dtype}`, and are the numbers of rows",
+            "convert them with `.astype('int32')`",
+        )
     outside = (np.asarray(categories) < 0) | (categories >= np.array(spec.category_sizes))
     if outside.any():
         example, column = (int(index) for index in np.argwhere(outside)[0])
