@@ -63,11 +63,11 @@ def own_traces(eagerly: bool = False) -> Iterator[None]:
 
 
 def _call_with_own_trace(original: Callable[..., Any], function: Any, *args: Any, **named: Any) -> Any:
-    contexts = _eager if tf.executing_eagerly() else _in_graphs
+    contexts, key = _eager if tf.executing_eagerly() else _in_graphs, (threading.get_ident(), id(function))
+    copies = next(reversed(contexts), None)  # another thread may leave its context meanwhile
     # A function of a saved model has no Python code to trace.
-    if not contexts or type(function) is not polymorphic_function.Function:
+    if copies is None or type(function) is not polymorphic_function.Function:
         return original(function, *args, **named)
-    copies, key = contexts[-1], (threading.get_ident(), id(function))
     if key not in copies:
         copies[key] = function, function._clone(None)
     return original(copies[key][1], *args, **named)

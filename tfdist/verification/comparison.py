@@ -84,15 +84,15 @@ def verify(
         feed: Feed = BatchFeed(batches[0])
         own_logs = building.build(strategy, model, "train", feed.spec)
         plain = list({id(v): v for v in [*variables, *_generator_state(strategy)]}.values())
-        plain_variables, own_traces = keras_variables.on_plain_variables(model, plain), _own_traces(strategy, model)
-        with tensorflow_internals.without_strategy(), plain_variables, own_traces:
+        with tensorflow_internals.without_strategy(), keras_variables.on_plain_variables(model, plain):
             steps = Steps(model, "train", feed.batches, own_logs=own_logs, spec=feed.spec)
             reference, *nudged = _on_one_device(strategy, steps, batches, compared, changed, watch, epsilon)
         feed = in_one_call_from or feed
         program = strategy.program(Steps(model, "train", feed.batches, own_logs=own_logs, spec=feed.spec))
         metrics.reset(strategy, model)
         if in_one_call_from is None:
-            actual = _run(program, batches, compared)
+            with _own_traces(strategy, model):
+                actual = _run(program, batches, compared)
         else:
             with _state_kept(changed):
                 _in_one_call(program, feed, len(batches), compared)  # builds the graphs
@@ -132,7 +132,7 @@ def _seed_generator_of_unseeded(strategy: Strategy) -> None:
 
 
 def _own_traces(strategy: Strategy, model: Any) -> contextlib.AbstractContextManager[None]:
-    """The context of steps whose variables and assignments must not remain in traces of the user's functions."""
+    """The context of a run, whose variables and random states must not remain in traces of the user's functions."""
     return tensorflow_internals.own_traces(eagerly=strategy.runs_eagerly(model))
 
 
@@ -195,7 +195,7 @@ def _on_one_device(
         # Operations of `tf.random` keep their state in the graph, so that each run needs a new graph.
         program = StepProgram(strategy.on_this_process(), steps)
         drawing = contextlib.nullcontext() if generator is None else keras_variables.drawing_from(generator)
-        with _state_kept(changed), drawing:
+        with _state_kept(changed), drawing, _own_traces(strategy, steps.model):
             if number:
                 _nudge(steps.model.variables, epsilon, number)
                 watch.noise.assign(epsilon * (-1) ** number)
