@@ -368,7 +368,10 @@ def test_a_run_leaves_a_whole_folder_that_stock_keras_can_load(tmp_path, monkeyp
         assert line in said.splitlines()
     assert "\x1b" not in said and "\b" not in said
     monkeypatch.chdir(tmp_path)
-    model = eval(lines[-2].split(maxsplit=1)[1])
+    *imports, loading = lines[-2].split(maxsplit=1)[1].split("; ")
+    names = {}
+    exec("; ".join(imports), names)  # as in a program that imports nothing else
+    model = eval(loading, names)
     x, y = data.load("synthetic").arrays("test")
     model.compile(loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True), metrics=["accuracy"])
     scores = model.evaluate(x, y, verbose=0, return_dict=True)
