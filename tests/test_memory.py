@@ -2,7 +2,10 @@
 
 import dataclasses
 import math
+import os
 import re
+import subprocess
+import sys
 
 import keras
 import pytest
@@ -195,3 +198,11 @@ def test_bad_input_is_one_sentence_with_a_hint(options, sentence, hint):
     assert result.exit_code == 2
     assert sentence in result.output
     assert hint in result.output
+
+
+def test_an_estimate_shows_nothing_that_tensorflow_logs_and_its_own_errors(measured_base):
+    command = [sys.executable, "-m", "tfdist.memory", "--model", "mlp", "--dataset"]
+    environment = {name: value for name, value in os.environ.items() if name != "TF_CPP_MIN_LOG_LEVEL"}
+    for dataset, begins in (("digits", ""), ("nowhere", "error: Unknown dataset `nowhere`")):
+        done = subprocess.run([*command, dataset], check=False, capture_output=True, text=True, env=environment)
+        assert done.stderr.startswith(begins) and bool(done.stderr) == bool(begins)

@@ -380,6 +380,33 @@ def test_2bw_refuses_a_backup_of_keras_within_epochs_and_takes_one_of_each_epoch
     trained(strategy, residual(), callbacks=[keras.callbacks.BackupAndRestore(tmp_path)])
 
 
+class Tanh(layers.Layer):
+    def build(self, shape):
+        self.kernel = self.add_weight(shape=(shape[-1], 5))
+
+    def call(self, x):
+        return tf.tanh(x @ self.kernel)
+
+
+class TanhInAFunction(Tanh):
+    call = tf.function(Tanh.call)
+
+
+@pytest.mark.parametrize("schedule_name", ["gpipe", "2bw"])
+def test_a_layer_in_a_function_of_tensorflow_uses_the_weights_of_its_stage(schedule_name):
+    weights = []
+    for layer in (Tanh, TanhInAFunction):
+        keras.utils.set_random_seed(3)
+        strategy = pipeline(schedule=schedule_name)
+        with strategy.scope():
+            model = keras.Sequential([keras.Input((8, 8, 2)), layers.Flatten(), layer(), layer(), layers.Dense(3)])
+            loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+            model.compile(keras.optimizers.Adam(0.01), loss, jit_compile=False)
+        weights.append(trained(strategy, model).get_weights())
+    for plain, in_a_function in zip(*weights, strict=True):
+        np.testing.assert_allclose(in_a_function, plain, atol=1e-6)
+
+
 def test_2bw_refuses_a_layer_that_assigns_to_a_trained_variable():
     normalized = layers.SpectralNormalization(layers.Dense(4))
     model = keras.Sequential([keras.Input((8, 8, 2)), layers.Flatten(), normalized, layers.Dense(3)])

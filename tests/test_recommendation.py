@@ -141,6 +141,10 @@ def test_a_category_outside_its_table_is_refused():
     assert x["categories"].dtype == y.dtype == np.int32
     with pytest.raises(DataError, match=r"Category 1 of example 2 .* is `2`, outside its 2 values\n\nhint: "):
         clicks(categories=np.array([[0, 1], [2, 0], [1, 2], [0, 0]])).arrays("train")
+    with pytest.raises(DataError, match=r"categories .* have the dtype `float64`"):
+        clicks(categories=np.array([[0, 1], [2, 0], [1, 0.5], [0, 0]])).arrays("train")
+    with pytest.raises(DataError, match=r"promises categories .*\n\nhint: .*`category_sizes`"):
+        clicks(categories=np.zeros((4, 3), int)).arrays("train")
 
 
 def test_inputs_with_other_names_are_refused():

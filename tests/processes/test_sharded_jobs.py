@@ -143,6 +143,10 @@ class Table(keras.layers.Layer):
         return keras.ops.take(self.rows, x, axis=0)
 
 
+class InAFunction(keras.Sequential):
+    train_step = tf.function(keras.Sequential.train_step)
+
+
 layers = keras.layers
 DENSE = lambda: [keras.Input((4,)), layers.Dense(6, "tanh"), layers.Dense(1)]
 ONE = lambda: [keras.Input((4,)), layers.Dense(1, use_bias=False)]
@@ -158,6 +162,7 @@ CASES = {
         False,
     ),
     "eager": (DENSE, lambda: keras.optimizers.Adam(0.01), True),
+    "a step in a function": (DENSE, lambda: keras.optimizers.Adam(0.01), False),
 }
 random = np.random.default_rng(0)
 x, y = random.integers(0, 100, (15, 4)), random.random((15, 1), "float32")
@@ -166,7 +171,7 @@ x, y = random.integers(0, 100, (15, 4)), random.random((15, 1), "float32")
 def trained(case, fit):
     made_layers, optimizer, eager = CASES[case]
     keras.utils.set_random_seed(1)
-    model = keras.Sequential(made_layers())
+    model = (InAFunction if "function" in case else keras.Sequential)(made_layers())
     model.compile(optimizer(), "mse", run_eagerly=eager)
     fit(model)(x, y, batch_size=4, epochs=2, shuffle=False, verbose=0)
     return model
@@ -253,7 +258,7 @@ def test_what_cannot_be_divided_is_refused_with_a_sentence(tmp_path):
 def test_optimizers_and_layers_of_ones_own_are_those_of_one_device(tmp_path):
     (tmp_path / "script.py").write_text(OF_ONES_OWN)
     done = launched("--workers", "2", "--verbose", "script.py", cwd=tmp_path, timeout=240)
-    assert len(re.findall("EQUAL", done.stdout)) == 2 * 6, (done.stdout + done.stderr)[-4000:]
+    assert len(re.findall("EQUAL", done.stdout)) == 2 * 7, (done.stdout + done.stderr)[-4000:]
 
 
 @pytest.mark.thorough

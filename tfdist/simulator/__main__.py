@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from pathlib import Path
 
@@ -12,7 +11,7 @@ from tfdist import extras, terminal
 from tfdist.simulator import matrix
 
 
-@click.command("simulator", cls=terminal.Command, context_settings={"help_option_names": ["-h", "--help"]})
+@click.command("simulator", cls=terminal.EstimateCommand, context_settings={"help_option_names": ["-h", "--help"]})
 @click.argument("study", type=click.Path(path_type=Path))
 @click.option("--out", type=click.Path(path_type=Path), required=True, metavar="FOLDER", help="folder of the results")
 def command(study: Path, out: Path) -> None:
@@ -40,5 +39,4 @@ def command(study: Path, out: Path) -> None:
 
 
 if __name__ == "__main__":
-    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
     command(prog_name="python -m tfdist.simulator")
