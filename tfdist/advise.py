@@ -218,7 +218,7 @@ def _comparison(work: measured.Work, facts: Sequence[costs.Facts], folder: Path)
     ]
     names = (str(work.options["model"]),), (str(work.options["dataset"]),)
     study = plan.Plan(
-        *names, tuple(contestants), batch_sizes=(work.batch_size,), repeats=1, epochs=measured.EPOCHS, train=train
+        *names, tuple(contestants), batch_sizes=(work.batch_size,), repeats=1, epochs=work.epochs, train=train
     )
     lines = ["", "Comparison with runs that were not used for the predictions:"]
     by_name = {prediction.name: prediction for prediction in predictions}

@@ -25,10 +25,10 @@ from tfdist.run.schema import RunRecord
 from tfdist.study.measure import OUTPUT, start_training
 from tfdist.study.plan import as_options
 
-# Epochs per run; the first warms up.
-EPOCHS = 3
 # Enough steps to make the fixed cost of an epoch negligible, but few enough that an epoch of a large model ends soon.
 MAX_STEPS, MIN_STEPS, PROBE_STEPS, EPOCH_SECONDS = 250, 10, 10, 5.0
+# Epochs per run after the first, which warms up. Short epochs vary more, so that there are more of them.
+MIN_EPOCHS, MAX_EPOCHS = 2, 20
 MAX_RUN_SECONDS = 300.0
 # Steps of a short run, which shows whether a strategy can train a model.
 SHORT_STEPS = 2
@@ -47,6 +47,7 @@ class Work:
         examples: training examples of the dataset.
         cores: the cores of this machine.
         steps: steps per epoch of each run.
+        epochs: epochs of each run, of which the first warms up.
     """
 
     options: dict[str, object]
@@ -54,6 +55,7 @@ class Work:
     examples: int
     cores: tuple[int, ...]
     steps: int = PROBE_STEPS
+    epochs: int = 1 + MIN_EPOCHS
 
     @property
     def epoch_steps(self) -> int:
@@ -61,11 +63,19 @@ class Work:
         return min(self.steps, max(1, self.examples // self.batch_size))
 
     def with_steps_for(self, folder: Path, epoch_seconds: float = EPOCH_SECONDS) -> Work:
-        """Returns the same work with enough steps for an epoch of about `epoch_seconds`, judged by a short run."""
+        """Returns the same work with enough steps for an epoch of about `epoch_seconds`, judged by a short run.
+
+        If the data or `MAX_STEPS` end an epoch earlier, there are more epochs, which take as long in
+        total, evaluations included.
+        """
         (record,) = run_side_by_side(self, self.batch_size, 1, folder / "probe")
-        seconds = record.epochs[-1].step_seconds or epoch_seconds
+        last = record.epochs[-1]
+        seconds = last.step_seconds or epoch_seconds
         steps = min(max(MIN_STEPS, round(epoch_seconds / seconds)), MAX_STEPS)
-        return dataclasses.replace(self, steps=steps)
+        longer = dataclasses.replace(self, steps=steps)
+        one = longer.epoch_steps * seconds + (last.evaluation_seconds or 0.0)
+        epochs = round(MIN_EPOCHS * epoch_seconds / one)
+        return dataclasses.replace(longer, epochs=1 + min(max(MIN_EPOCHS, epochs), MAX_EPOCHS))
 
 
 def compute(work: Work, processes: int, folder: Path) -> tuple[Compute, RunRecord]:
@@ -197,7 +207,7 @@ def run_side_by_side(
     """
     folders = [folder / str(rank) for rank in range(processes)]
     limit = min(work.examples, work.steps * batch_size)
-    options = {**work.options, **strategy, "batch_size": batch_size, "limit": limit, "epochs": EPOCHS}
+    options = {**work.options, **strategy, "batch_size": batch_size, "limit": limit, "epochs": work.epochs}
     children = [_start(options, run, work.cores[rank::processes]) for rank, run in enumerate(folders)]
     _wait_for_all(children, folders, f"A step of {batch_size} examples", str(strategy["strategy"]))
     return [load_record(run) for run in folders]
