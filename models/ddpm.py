@@ -121,7 +121,10 @@ def _attended(image: Any) -> Any:
 
 
 def _normalized(image: Any) -> Any:
-    return layers.GroupNormalization(math.gcd(32, image.shape[-1]), epsilon=1e-6)(image)
+    # 32 groups as in the paper, but of four channels at least, which is what its smallest level has: a group of one
+    # channel would remove the brightness of a picture, which samples then do not have either.
+    channels = image.shape[-1]
+    return layers.GroupNormalization(math.gcd(32, channels, channels // 4), epsilon=1e-6)(image)
 
 
 def _convolution(image: Any, filters: int, strides: int = 1, initializer: str = "he_normal") -> Any:
@@ -212,17 +215,25 @@ class DDPM(keras.Model):
 
     @checks_arguments
     def generate(self, count: Count, seed: CountOrZero) -> np.ndarray:
-        """Returns `count` pictures, float32 `[count, H, W, C]` in [0, 1]: algorithm 2 of the paper."""
+        """Returns `count` pictures, float32 `[count, H, W, C]` in [0, 1]: algorithm 2 of the paper.
+
+        The picture that each prediction implies is clipped to the range of pixels, as in the authors' program, so that
+        errors of the first predictions, when the noise is large, do not add up.
+        """
         unet, steps = self.get_layer("unet"), self.get_layer("time").steps
         predict = tf.function(lambda image, time: unet([image, time], training=False))
         rng = np.random.default_rng(seed)
         variance = variances(steps)
         remaining = np.cumprod(1 - variance)
-        image = rng.normal(size=(count, *self.input_shape[1:])).astype(np.float32)
+        before = np.append(1.0, remaining[:-1])
+        # The factors of the picture and of the noisy picture in the mean of the step before: equation 7 of the paper.
+        of_picture = np.sqrt(before) * variance / (1 - remaining)
+        of_noisy = np.sqrt(1 - variance) * (1 - before) / (1 - remaining)
+        noisy = rng.normal(size=(count, *self.input_shape[1:]))
         for time in reversed(range(steps)):
-            noise = predict(image, np.full(count, time, np.int32)).numpy()
-            image = (image - variance[time] / np.sqrt(1 - remaining[time]) * noise) / np.sqrt(1 - variance[time])
+            noise = predict(noisy.astype(np.float32), np.full(count, time, np.int32)).numpy()
+            picture = (noisy - np.sqrt(1 - remaining[time]) * noise) / np.sqrt(remaining[time])
+            noisy = of_picture[time] * np.clip(picture, -1, 1) + of_noisy[time] * noisy
             if time:
-                image += np.sqrt(variance[time]) * rng.normal(size=image.shape)
-            image = image.astype(np.float32)
-        return np.clip(image * 0.5 + 0.5, 0, 1)
+                noisy += np.sqrt(variance[time]) * rng.normal(size=noisy.shape)
+        return np.clip(noisy * 0.5 + 0.5, 0, 1).astype(np.float32)

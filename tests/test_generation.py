@@ -132,6 +132,18 @@ def test_both_networks_of_a_dcgan_are_updated_from_the_weights_before_the_step()
         np.testing.assert_allclose(variable.numpy(), value, rtol=1e-4, atol=1e-6)
 
 
+def test_samples_of_a_trained_ddpm_have_the_brightness_of_the_pictures():
+    """With a group per channel in the normalization, they were as bright as the first noise happened to be."""
+    keras.utils.set_random_seed(0)
+    model = models.build("ddpm", zoo.pictures(8, 8, 1), width=0.25, steps=50, multipliers=(1, 2))
+    tasks.compile(model, zoo.SMALL["ddpm"].spec, keras.optimizers.Adam(0.003))
+    pictures = np.random.default_rng(0).uniform(0.1, 0.5, (640, 8, 8, 1)).astype(np.float32)
+    model.fit(pictures, pictures, batch_size=64, epochs=8, verbose=0)
+    brightness = model.generate(100, seed=0).mean(axis=(1, 2, 3))
+    assert brightness.mean() == pytest.approx(0.3, abs=0.05)
+    assert brightness.std() < 0.05  # 0.014 for the pictures
+
+
 def test_sampling_with_the_true_noise_ends_at_the_picture():
     """A network that knows the only picture there is, and so the noise of every noisy one."""
     steps, remaining = 20, np.cumprod(1 - ddpm.variances(20)).astype(np.float32)
