@@ -89,6 +89,8 @@ def adapted(
     original = application(
         weights=None, input_tensor=image, classes=spec.classes, classifier_activation=None, **arguments
     )
+    # Its input is a list of one, about which Keras warns whenever the model is called with pictures.
+    original = keras.Model(inputs, original.output, name=original.name)
     # Layers after the last with weights, such as a flattening, compute in float32 too.
     last = max(index for index, layer in enumerate(original.layers) if layer.weights)
     logits, ending = original.layers[last].name, {layer.name for layer in original.layers[last:]}

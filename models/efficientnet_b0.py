@@ -56,6 +56,10 @@ def build(
         if isinstance(layer, keras.layers.Reshape):  # the averages of all channels, `(1, 1, channels)`
             *ones, channels = config["target_shape"]
             config["target_shape"] = (*ones, _fit.scaled(channels, width))
+        if layer.name == "predictions":
+            # That of keras.applications depends on the number of classes, and is made for 1000: with ten, the logits
+            # of a new model are ten times as large, and its loss is four times that of guessing.
+            config["kernel_initializer"] = "glorot_uniform"
 
     application = keras.applications.EfficientNetB0
     return _fit.adapted(application, spec, width=width, synchronized=synchronized, pads=True, change=change)
