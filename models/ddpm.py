@@ -124,7 +124,7 @@ def _normalized(image: Any) -> Any:
     # 32 groups as in the paper, but of four channels at least, which is what its smallest level has: a group of one
     # channel would remove the brightness of a picture, which samples then do not have either.
     channels = image.shape[-1]
-    return layers.GroupNormalization(math.gcd(32, channels, channels // 4), epsilon=1e-6)(image)
+    return layers.GroupNormalization(math.gcd(32, channels, max(1, channels // 4)), epsilon=1e-6)(image)
 
 
 def _convolution(image: Any, filters: int, strides: int = 1, initializer: str = "he_normal") -> Any:

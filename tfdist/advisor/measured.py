@@ -65,8 +65,8 @@ class Work:
     def with_steps_for(self, folder: Path, epoch_seconds: float = EPOCH_SECONDS) -> Work:
         """Returns the same work with enough steps for an epoch of about `epoch_seconds`, judged by a short run.
 
-        If the data or `MAX_STEPS` end an epoch earlier, there are more epochs, which take as long in
-        total, evaluations included.
+        If the data or `MAX_STEPS` end an epoch earlier, there are more epochs, which take as long in total, with their
+        evaluations.
         """
         (record,) = run_side_by_side(self, self.batch_size, 1, folder / "probe")
         last = record.epochs[-1]
