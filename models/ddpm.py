@@ -37,7 +37,7 @@ def build(
 ) -> keras.Model:
     """A U-Net of residual blocks with group normalization and attention, told the time step by a sine embedding.
 
-    0.98 million parameters on 28x28x1. With `filters=128`, `multipliers=1,2,2,2`, `blocks=2` and `dropout=0.1` it is
+    1.11 million parameters on 28x28x1. With `filters=128`, `multipliers=1,2,2,2`, `blocks=2` and `dropout=0.1` it is
     the paper's network for 32x32x3, with 35.7 million. A picture gets noise of a random time step,
     and the loss is the mean squared error of the predicted noise. The variance of the noise grows linearly as in the
     paper, from 1e-4 to 0.02 for 1000 steps, and by as much more per step for fewer. The paper's exponential moving

@@ -163,11 +163,17 @@ def test_a_diffusion_of_any_length_ends_in_noise():
         assert np.prod(1 - ddpm.variances(steps)) < 1e-4
 
 
-def test_the_unet_of_the_paper_has_its_parameters():
-    options = {"filters": 128, "multipliers": (1, 2, 2, 2), "blocks": 2, "dropout": 0.1}
+UNET_OF_THE_PAPER = {"filters": 128, "multipliers": (1, 2, 2, 2), "blocks": 2, "dropout": 0.1}
+
+
+@pytest.mark.parametrize(
+    ("spec", "options", "parameters"),
+    [(zoo.pictures(32, 32, 3), UNET_OF_THE_PAPER, 35_746_307), (zoo.pictures(28, 28, 1), {}, 1_112_801)],
+)
+def test_the_unet_has_the_documented_parameters(spec, options, parameters):
     with tf.Graph().as_default():
-        weights = models.build("ddpm", zoo.pictures(32, 32, 3), **options).trainable_variables
-    assert sum(math.prod(weight.shape) for weight in weights) == 35_746_307
+        weights = models.build("ddpm", spec, **options).trainable_variables
+    assert sum(math.prod(weight.shape) for weight in weights) == parameters
 
 
 def test_the_encoder_and_decoder_of_the_paper_have_their_parameters():
