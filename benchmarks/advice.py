@@ -89,7 +89,7 @@ def compare(model: str, setting: str, strategies: list[str], rounds: int) -> Non
     able = [name for name in strategies if name != "pipeline" or size >= costs.MICRO_BATCHES]
     with tempfile.TemporaryDirectory() as folder:
         work = measured.Work(options, size, EXAMPLES, tuple(sorted(os.sched_getaffinity(0))))
-        work = work.with_steps_for(Path(folder), EPOCH_SECONDS)
+        work = work.with_lengths_for(Path(folder), EPOCH_SECONDS)
         turns = []
         for number in range(rounds):
             here = Path(folder, str(number))

@@ -220,17 +220,16 @@ class DDPM(keras.Model):
         The picture that each prediction implies is clipped to the range of pixels, as in the authors' program, so that
         errors of the first predictions, when the noise is large, do not add up.
         """
-        unet, steps = self.get_layer("unet"), self.get_layer("time").steps
+        unet, schedule = self.get_layer("unet"), self.get_layer("time")
         predict = tf.function(lambda image, time: unet([image, time], training=False))
         rng = np.random.default_rng(seed)
-        variance = variances(steps)
-        remaining = np.cumprod(1 - variance)
+        variance, remaining = variances(schedule.steps), schedule.remaining
         before = np.append(1.0, remaining[:-1])
         # The factors of the picture and of the noisy picture in the mean of the step before: equation 7 of the paper.
         of_picture = np.sqrt(before) * variance / (1 - remaining)
         of_noisy = np.sqrt(1 - variance) * (1 - before) / (1 - remaining)
         noisy = rng.normal(size=(count, *self.input_shape[1:]))
-        for time in reversed(range(steps)):
+        for time in reversed(range(schedule.steps)):
             noise = predict(noisy.astype(np.float32), np.full(count, time, np.int32)).numpy()
             picture = (noisy - np.sqrt(1 - remaining[time]) * noise) / np.sqrt(remaining[time])
             noisy = of_picture[time] * np.clip(picture, -1, 1) + of_noisy[time] * noisy

@@ -262,31 +262,34 @@ def test_machines_on_a_described_link_are_predicted_from_real_steps(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("step_seconds", "examples", "steps", "epochs"),
+    ("step_seconds", "evaluation_seconds", "examples", "steps", "epochs"),
     [
-        (0.02, 100_000, 250, 3),  # two epochs of 5 s, after one that warms up
-        (0.004, 100_000, 250, 11),  # ten epochs of 1 s
-        (0.002, 1_000, 250, 21),  # epochs of 15 steps
-        (2.0, 100_000, 10, 3),  # an epoch of ten steps takes longer than 5 s
+        (0.02, 0.0, 100_000, 250, 3),  # two epochs of 5 s, after one that warms up
+        (0.004, 0.0, 100_000, 250, 11),  # ten epochs of 1 s
+        (0.004, 1.0, 100_000, 250, 6),  # five epochs of 1 s, and their evaluations of 1 s
+        (0.002, 0.0, 1_000, 250, 21),  # epochs of 15 steps
+        (2.0, 0.0, 100_000, 10, 3),  # an epoch of ten steps takes longer than 5 s
     ],
 )
-def test_measurements_take_enough_steps_and_epochs(tmp_path, monkeypatch, step_seconds, examples, steps, epochs):
+def test_measurements_take_enough_steps_and_epochs(
+    tmp_path, monkeypatch, step_seconds, evaluation_seconds, examples, steps, epochs
+):
     def probe(work, batch_size, processes, folder):
         record = schema.example()
-        record.epochs.append(EpochRecord.from_logs(1, {"step_seconds": step_seconds}, 1.0, 0.0))
+        record.epochs.append(EpochRecord.from_logs(1, {"step_seconds": step_seconds}, 1.0, evaluation_seconds))
         return [record]
 
     monkeypatch.setattr(measured, "run_side_by_side", probe)
     work = measured.Work({}, 64, examples, (0,))
     assert (work.steps, work.epochs) == (measured.PROBE_STEPS, 3)
-    work = work.with_steps_for(tmp_path)
+    work = work.with_lengths_for(tmp_path)
     assert (work.steps, work.epochs) == (steps, epochs)
 
 
 @pytest.mark.thorough
 def test_a_small_model_is_measured_with_many_steps(tmp_path):
     work = measured.Work({"model": "mlp", "dataset": "digits"}, 64, 1347, tuple(sorted(os.sched_getaffinity(0))))
-    work = work.with_steps_for(tmp_path)
+    work = work.with_lengths_for(tmp_path)
     assert work.steps == measured.MAX_STEPS and work.epochs > 3
 
 

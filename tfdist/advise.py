@@ -133,7 +133,7 @@ def command(
     )
     with tempfile.TemporaryDirectory(prefix="tfdist-advise-") as folder:
         terminal.say("Measuring how long steps are ...")
-        work = work.with_steps_for(Path(folder))
+        work = work.with_lengths_for(Path(folder))
         names, refusals = rounds.trainable(work, described, Path(folder)) if counts[-1] > 1 else ([], {})
         facts, undivided = rounds.measure(work, counts, names, described, Path(folder))
         refusals |= {f"pipeline on {count}": sentence for count, sentence in undivided.items()}

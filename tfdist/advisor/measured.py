@@ -62,8 +62,8 @@ class Work:
         """Full steps of an epoch on the global batch: `steps`, or as many as there are examples for."""
         return min(self.steps, max(1, self.examples // self.batch_size))
 
-    def with_steps_for(self, folder: Path, epoch_seconds: float = EPOCH_SECONDS) -> Work:
-        """Returns the same work with enough steps for an epoch of about `epoch_seconds`, judged by a short run.
+    def with_lengths_for(self, folder: Path, epoch_seconds: float = EPOCH_SECONDS) -> Work:
+        """Returns the same work with enough steps and epochs, judged by a short run: an epoch of about `epoch_seconds`.
 
         If the data or `MAX_STEPS` end an epoch earlier, there are more epochs, which take as long in total, with their
         evaluations.
